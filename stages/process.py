@@ -1,0 +1,126 @@
+"""How a stage's process starts and ends: one at a time per output directory, never longer than its parent.
+
+`kill -9` of `dvc repro` leaves the running stage alive (measured); such an orphan would later overwrite what a
+newer run has written. So a stage holds a lock on its output directory and ends when an ancestor has died.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import psutil
+
+from stages.errors import DraftlineError
+from stages.params import Params, StageParams, read_params
+
+OUTPUTS = Path("outputs")
+LOCK_SECONDS = 60.0
+
+
+def _ancestors() -> list[psutil.Process]:
+    """The living processes above this one, up to and including `dvc` (or the parent alone without it)."""
+    chain: list[psutil.Process] = []
+    for process in psutil.Process().parents():
+        if process.pid == 1:
+            break
+        chain.append(process)
+        try:
+            if any(Path(word).name == "dvc" for word in process.cmdline()[:3]):
+                return chain
+        except psutil.Error:
+            break
+    return chain[:1]
+
+
+def end_process_tree(pid: int, own: bool = True) -> None:
+    """SIGKILL every descendant of `pid`, then `pid` itself if `own`."""
+    try:
+        process = psutil.Process(pid)
+        victims = process.children(recursive=True) + ([process] if own else [])
+    except psutil.NoSuchProcess:
+        return
+    for victim in victims:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def die_with_parent(poll_seconds: float = 0.5) -> None:
+    """End this process and its children once an ancestor up to `dvc` is gone."""
+    watched = _ancestors()
+
+    def watch() -> None:
+        while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in watched):
+            time.sleep(poll_seconds)
+        end_process_tree(os.getpid(), own=False)
+        os._exit(143)
+
+    def guarded() -> None:
+        try:
+            watch()
+        except psutil.NoSuchProcess:
+            end_process_tree(os.getpid(), own=False)
+            os._exit(143)
+
+    if watched:
+        threading.Thread(target=guarded, name="die-with-parent", daemon=True).start()
+
+
+@contextmanager
+def output_lock(directory: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold `directory` for this process; wait at most `seconds` for another that is still ending.
+
+    The lock file stands beside the directory's content and outlives it: DVC deletes declared outputs.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DraftlineError(f"{path}: another process has written here for {seconds:.0f} s; end it, then run again") from None
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
+    """Run a stage: validate the whole of params.yaml, lock `outputs/<name>`, report a user's error in one line.
+
+    Args:
+        stage: called with the params (only the sections that dvc.yaml lists for it) and its output directory.
+    Returns:
+        The exit status.
+    """
+    try:
+        params = cast(Params, StageParams(read_params(), name))
+        output = OUTPUTS / name
+        die_with_parent()
+        with output_lock(output):
+            stage(params, output)
+    except DraftlineError as error:
+        print(f"draftline {name}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        where = error.filename or OUTPUTS
+        print(f"draftline {name}: {where}: no space left on the device; free some and run again, finished parts are kept", file=sys.stderr)
+        return 1
+    return 0
