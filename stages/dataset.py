@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.artifacts import atomic_path
+from stages.artifacts import atomic_path, sha256_bytes
 from stages.errors import ArtifactError
 
 SPLITS = ("train", "validation", "evaluation")
@@ -109,3 +109,14 @@ def iter_split(prepared: Path, split: str) -> Iterator[TokenSample]:
 
 def read_split(prepared: Path, split: str) -> list[TokenSample]:
     return list(iter_split(prepared, split))
+
+
+def choose_per_kind(samples: Iterable[TokenSample], count: int) -> dict[str, list[TokenSample]]:
+    """`count` samples of each kind (fewer where a kind has fewer), kinds in alphabetical order.
+
+    By digest of the id: the choice does not depend on the order of the samples, and a sample more or less moves it little.
+    """
+    kinds: dict[str, list[TokenSample]] = {}
+    for sample in samples:
+        kinds.setdefault(sample.kind, []).append(sample)
+    return {kind: sorted(group, key=lambda sample: sha256_bytes(sample.id.encode("utf-8")))[:count] for kind, group in sorted(kinds.items())}
