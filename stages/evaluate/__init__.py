@@ -1,0 +1,1 @@
+"""Stage evaluate: acceptance and speed of the drafter on held-out prompts."""
