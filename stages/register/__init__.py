@@ -1,0 +1,1 @@
+"""Stage: the proven drafter becomes one version in the MLflow registry."""

@@ -1,0 +1,75 @@
+"""Register the converted checkpoint as a version of `drafter.<verifier name>`, alias `candidate`.
+
+    python -m stages.register            (dvc repro register)
+
+What is registered is what was proven: the directory must still be what convert wrote, belong to the current
+verifier, and have passed the gate. Writes `outputs/register/version.json`; deploy serves from the registry by it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts import digest_json, file_table, read_json, read_manifest, write_json
+from stages.errors import ArtifactError, DraftlineError
+from stages.pairing.identity import VerifierIdentity, read_identity
+from stages.pairing.lock import LOCK_FILE, require_pair
+from stages.params import Params
+from stages.process import OUTPUTS, stage_main
+from stages.register.registry import Candidate, register
+from stages.tracking import redacted
+
+
+def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
+    """The checkpoint below `outputs` and the evidence for it.
+
+    Raises:
+        ArtifactError: a missing, altered or added file; a report that is absent.
+        PairError: the checkpoint belongs to another verifier.
+        DraftlineError: the lock's or the gate's verdict refuses it.
+    """
+    checkpoint = outputs / "convert" / "checkpoint"
+    manifest = read_manifest(checkpoint, identity.digest)
+    strangers = sorted(set(file_table(checkpoint)) - set(manifest["files"]))
+    if strangers:
+        raise ArtifactError(f"{checkpoint / strangers[0]}: not listed in the directory's manifest; run dvc repro convert")
+    require_pair(checkpoint, identity)
+    for stage, wanted in (("lock", "match"), ("gate", "pass")):
+        report = outputs / stage / "report.json"
+        verdict = read_json(report).get("verdict")
+        if verdict != wanted:
+            raise DraftlineError(f"{report}: verdict = {verdict!r}: only a drafter with verdict {wanted!r} is registered")
+    evaluation: dict[str, Any] = read_json(outputs / "evaluate" / "report.json")
+    return Candidate(
+        directory=checkpoint,
+        files=manifest["files"],
+        verifier=identity.digest,
+        lock=read_json(checkpoint / LOCK_FILE),
+        gate="pass",
+        acceptance={**evaluation["acceptance_length"], "per_position": evaluation["per_position"]},
+        data=digest_json(read_json(outputs / "prepare" / "manifest.json")["files"]),
+    )
+
+
+def run(params: Params, output: Path) -> None:
+    identity = read_identity()
+    candidate = read_candidate(OUTPUTS, identity)
+    uri = params.mlflow.tracking_uri
+    version = register(uri, params.mlflow.experiment, f"drafter.{params.verifier.name}", candidate)
+    write_json(
+        output / "version.json",
+        {
+            "name": version.name,
+            "version": int(version.version),
+            "run_id": version.run_id,
+            "content": candidate.content,
+            "verifier": candidate.verifier,
+            "tracking_uri": redacted(uri),
+        },
+    )
+    print(f"registered {version.name} version {version.version} ({redacted(uri)})")
+
+
+if __name__ == "__main__":
+    raise SystemExit(stage_main("register", run))

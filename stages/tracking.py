@@ -1,0 +1,128 @@
+"""How Draftline reaches MLflow: one client, bounded waits, errors of one line, artifacts below the repository.
+
+MLflow retries an unreachable server for minutes and a bad SQLite path for a quarter of an hour; both are looked
+at before it is asked. Credentials belong into MLFLOW_TRACKING_USERNAME / _PASSWORD or into the database URL of
+params.yaml; they are never written into an output (`redacted`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from stages.errors import DraftlineError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+ARTIFACTS = Path("mlartifacts")
+"""Where a client that talks to a database itself, without a server, keeps artifacts."""
+
+PROBE_SECONDS = 5.0
+DEFAULT_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
+
+
+class TrackingError(DraftlineError):
+    """MLflow cannot be reached, or refuses what it is asked."""
+
+
+def redacted(uri: str) -> str:
+    """`uri` without user name and password."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """The file of a `sqlite:///` URI; None for any other URI."""
+    scheme, _, rest = uri.partition(":///")
+    return Path(rest.partition("?")[0]) if scheme.partition("+")[0] == "sqlite" and rest else None
+
+
+def _probe(uri: str) -> None:
+    """Refuse a URI that MLflow would try in vain for minutes."""
+    where = f"mlflow.tracking_uri = {redacted(uri)!r}"
+    database = _sqlite_file(uri)
+    if database is not None:
+        if not database.parent.is_dir():
+            raise TrackingError(f"{where}: no such directory: {database.parent}")
+        if database.exists():
+            try:
+                with database.open("r+b") as stream:
+                    head = stream.read(16)
+            except OSError as error:
+                raise TrackingError(f"{where}: {error.strerror or error}") from None
+            if head and head != b"SQLite format 3\x00":
+                raise TrackingError(f"{where}: not an SQLite database")
+        return
+    parts = urlsplit(uri)
+    scheme = parts.scheme.partition("+")[0]
+    if scheme not in DEFAULT_PORTS or not parts.hostname:
+        raise TrackingError(f"{where}: expected sqlite:///<file>, http(s)://<host>, or a database URL (postgresql, mysql, mssql)")
+    try:
+        socket.create_connection((parts.hostname, parts.port or DEFAULT_PORTS[scheme]), timeout=PROBE_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise TrackingError(f"{where}: cannot connect: {error}") from None
+
+
+@contextmanager
+def tracking_errors(uri: str) -> Iterator[None]:
+    """Turn what MLflow raises inside the block into one line that names the server."""
+    import requests
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, requests.RequestException, SQLAlchemyError) as error:
+        text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise TrackingError(f"mlflow.tracking_uri = {redacted(uri)!r}: {text}") from error
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of tracking server and registry at `uri`.
+
+    Raises:
+        TrackingError: unreachable, or not a place that MLflow can use.
+    """
+    _probe(uri)
+    # Read by MLflow per request: together they bound a server that accepts and then says nothing.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    # A new database is announced by forty lines of migrations.
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    with tracking_errors(uri):
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    """Id of the experiment `name`, made where it is missing; a deleted one is restored.
+
+    Without a server the artifacts of a new experiment go below `mlartifacts/`; a server decides itself.
+    """
+    from mlflow.exceptions import MlflowException
+
+    with tracking_errors(uri):
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            served = urlsplit(uri).scheme in ("http", "https")
+            try:
+                return str(client.create_experiment(name, artifact_location=None if served else ARTIFACTS.resolve().as_uri()))
+            except MlflowException:
+                # Another process made it in between.
+                found = client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
