@@ -1,0 +1,77 @@
+"""Write the speculators checkpoint that `vllm serve` reads, with the verifier lock inside.    python -m stages.convert"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from stages.artifacts import read_json, read_manifest, sha256_file, staged_directory, write_json, write_manifest
+from stages.drafters.checkpoint import WEIGHTS, load_drafter, load_trained, save_checkpoint
+from stages.drafters.model import Drafter
+from stages.errors import ArtifactError
+from stages.pairing.frozen import load_frozen
+from stages.pairing.identity import read_identity
+from stages.pairing.lock import LOCK_FILE, build_lock
+from stages.pairing.store import verifier_directory
+from stages.params import Params
+from stages.process import OUTPUTS, stage_main
+
+
+def portable_name(params: Params) -> str:
+    """What a server on another machine can load: a hub id where there is one, else the verifier's short name.
+
+    `vllm serve <checkpoint>` takes this value as model and tokenizer without comparing it with anything.
+    """
+    if params.convert.verifier_name_or_path:
+        return params.convert.verifier_name_or_path
+    hub = re.fullmatch(r"hf:([^@]+)@.+", params.verifier.source)
+    return hub[1] if hub else params.verifier.name
+
+
+def different_tensors(a: Drafter, b: Drafter) -> list[str]:
+    """Names of the parameters and frozen tensors that are not equal bit for bit."""
+    left = {**a.state_dict(), "draft_ids": a.draft_ids, "lm_head": a.head}
+    right = {**b.state_dict(), "draft_ids": b.draft_ids, "lm_head": b.head}
+    return sorted(left.keys() ^ right.keys()) + sorted(name for name in left.keys() & right.keys() if not torch.equal(left[name], right[name]))
+
+
+def run(params: Params, output: Path) -> None:
+    identity = read_identity()
+    trained = OUTPUTS / "train" / "drafter"
+    read_manifest(trained, identity.digest)
+    directory = verifier_directory(identity)
+    architectures: Any = read_json(directory / "config.json").get("architectures") or []
+    steps = tqdm(total=3, desc="convert", unit="part")
+    frozen = load_frozen(directory, torch.float32)
+    drafter = load_trained(trained, frozen, torch.float32)
+    steps.update()
+    dtype = drafter_dtype(trained)
+    with staged_directory(output / "checkpoint") as staged:
+        config = save_checkpoint(staged, drafter, portable_name(params), architectures, dtype)
+        steps.update()
+        # Read back from the directory alone before anything after this stage can.
+        wrong = different_tensors(drafter, load_drafter(staged, frozen, torch.float32))
+        if wrong:
+            raise ArtifactError(f"{output / 'checkpoint'}: read back differently: {', '.join(wrong)}")
+        lock = build_lock(identity, config, sha256_file(staged / WEIGHTS))
+        write_json(staged / LOCK_FILE, lock.model_dump(mode="json"))
+        write_manifest(staged, identity.digest)
+        steps.update()
+    steps.close()
+
+
+def drafter_dtype(trained: Path) -> torch.dtype:
+    """Dtype of the finished weights on disk."""
+    from safetensors import safe_open
+
+    with safe_open(trained / WEIGHTS, "pt") as file:
+        dtype: torch.dtype = file.get_tensor("fc.weight").dtype
+    return dtype
+
+
+if __name__ == "__main__":
+    raise SystemExit(stage_main("convert", run))

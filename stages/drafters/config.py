@@ -1,0 +1,170 @@
+"""Shape of a drafter, and the same thing as the `config.json` of a speculators checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from stages.errors import ArtifactError
+
+SPECULATORS_VERSION = "0.9.0"
+ARCHITECTURES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}
+
+
+class DrafterConfig(BaseModel):
+    """Everything needed to build a drafter without its verifier's files.
+
+    Attributes:
+        layer_ids: tapped verifier layers, ascending; id `i` enters layer `i` (`L` of them).
+        vocab_size: the verifier's vocabulary `V`; draft_vocab_size: `D`, at most `V`.
+        rope_parameters: the verifier's, so that positions mean the same to both.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: Literal["dspark", "dflash"]
+    block_size: int
+    num_layers: int
+    sample_from_anchor: bool
+    vocab_size: int
+    draft_vocab_size: int
+    mask_token_id: int
+    markov_rank: int
+    markov_head_type: Literal["vanilla", "gated", "rnn"]
+    confidence_head: bool
+    confidence_head_with_markov: bool
+    layer_ids: list[int]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted per round, `K`."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def exported_algorithm(self) -> Literal["dspark", "dflash"]:
+        """A DSpark drafter without any head of its own is a DFlash drafter.
+
+        vLLM would build a zero-width Markov head for rank 0 under the type `dspark`.
+        """
+        return "dflash" if self.markov_rank == 0 else self.algorithm
+
+    def layer_config(self) -> dict[str, Any]:
+        """The backbone as a Qwen3 configuration; its `vocab_size` is the verifier's."""
+        out: dict[str, Any] = {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_parameters": self.rope_parameters,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+        }
+        # Readers before transformers 5 know only these two.
+        if "rope_theta" in self.rope_parameters:
+            out["rope_theta"] = self.rope_parameters["rope_theta"]
+        if self.rope_parameters.get("rope_type", "default") != "default":
+            out["rope_scaling"] = self.rope_parameters
+        return out
+
+    def to_speculators(self, verifier_name: str, verifier_architectures: list[str]) -> dict[str, Any]:
+        """The checkpoint's `config.json`.
+
+        Args:
+            verifier_name: what `vllm serve <checkpoint>` loads as verifier; nothing compares it with anything.
+            verifier_architectures: `architectures` of the verifier's own config.
+        """
+        algorithm = self.exported_algorithm
+        out: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[algorithm]],
+            "speculators_model_type": algorithm,
+            "speculators_version": SPECULATORS_VERSION,
+            "speculators_config": {
+                "algorithm": algorithm,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    # Without this number vLLM drafts block_size tokens, one too many when the anchor predicts nothing.
+                    {"proposal_type": "greedy", "speculative_tokens": self.draft_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+                ],
+                "verifier": {"name_or_path": verifier_name, "architectures": verifier_architectures},
+            },
+            "transformer_layer_config": self.layer_config(),
+            "aux_hidden_state_layer_ids": self.layer_ids,
+            "draft_vocab_size": self.draft_vocab_size,
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            # vLLM takes a missing key for false, speculators' DSpark for true: always written.
+            "sample_from_anchor": self.sample_from_anchor,
+            "target_hidden_size": self.hidden_size,
+            # vLLM derives the causality of every DFlash layer from this key; ours attend both ways within a block.
+            "sliding_window_non_causal": True,
+            "tie_word_embeddings": False,
+        }
+        if algorithm == "dspark":
+            out |= {
+                "markov_rank": self.markov_rank,
+                "markov_head_type": self.markov_head_type,
+                "enable_confidence_head": self.confidence_head,
+                "confidence_head_with_markov": self.confidence_head_with_markov,
+            }
+        return out
+
+    @classmethod
+    def from_speculators(cls, config: dict[str, Any], where: str = "config.json") -> DrafterConfig:
+        """Read a checkpoint's `config.json` back.
+
+        Raises:
+            ArtifactError: a key is missing, or the drafter is of a kind we do not build.
+        """
+        try:
+            layers = config["transformer_layer_config"]
+            algorithm = config["speculators_model_type"]
+            if algorithm not in ARCHITECTURES:
+                raise ArtifactError(f"{where}: speculators_model_type = {algorithm!r}; supported: {', '.join(ARCHITECTURES)}")
+            dspark = algorithm == "dspark"
+            return cls(
+                algorithm=algorithm,
+                block_size=config["block_size"],
+                num_layers=layers["num_hidden_layers"],
+                sample_from_anchor=config["sample_from_anchor"],
+                vocab_size=layers["vocab_size"],
+                draft_vocab_size=config["draft_vocab_size"],
+                mask_token_id=config["mask_token_id"],
+                markov_rank=config["markov_rank"] if dspark else 0,
+                markov_head_type=config["markov_head_type"] if dspark else "vanilla",
+                confidence_head=config["enable_confidence_head"] if dspark else False,
+                confidence_head_with_markov=config["confidence_head_with_markov"] if dspark else False,
+                layer_ids=config["aux_hidden_state_layer_ids"],
+                hidden_size=layers["hidden_size"],
+                intermediate_size=layers["intermediate_size"],
+                num_heads=layers["num_attention_heads"],
+                num_kv_heads=layers["num_key_value_heads"],
+                head_dim=layers["head_dim"],
+                rms_norm_eps=layers["rms_norm_eps"],
+                max_position_embeddings=layers["max_position_embeddings"],
+                rope_parameters=layers["rope_parameters"],
+            )
+        except KeyError as error:
+            raise ArtifactError(f"{where}: key {error.args[0]!r} is missing") from None

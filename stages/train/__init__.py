@@ -1,0 +1,1 @@
+"""Train the drafter on the verifier's hidden states."""

@@ -1,0 +1,167 @@
+"""Training samples: tokens and masks from `prepare`, hidden states from the dump, packed into one step's batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from stages.dataset import TokenSample
+from stages.drafters.model import Blocks, make_segments
+from stages.errors import DraftlineError
+from stages.hidden_states.shards import Dump
+from stages.pairing.frozen import FrozenVerifier
+from stages.train.anchors import choose, generator
+from stages.train.losses import Targets, log_normalisers
+
+
+def choose_draft_vocabulary(samples: Iterable[TokenSample], size: int, vocab_size: int, always: Iterable[int]) -> Tensor:
+    """The `size` verifier ids that the drafter can propose, ascending: `[D]` int64.
+
+    Args:
+        always: ids that must be in it (EOS), whatever their count.
+
+    The most frequent supervised tokens; ties and the padding of a small data set go to the lower id, so that the
+    same data always give the same vocabulary.
+    """
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        mask = np.asarray(sample.loss_mask, dtype=bool)
+        counts.update(np.asarray(sample.input_ids)[mask].tolist())
+    forced = sorted(set(always))[:size]
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    chosen = forced + [token for token in ranked if token not in set(forced)][: size - len(forced)]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+@dataclass
+class TrainingSet:
+    """One split joined with its hidden states.
+
+    Attributes:
+        samples: those with at least one anchor and intact hidden states.
+        log_z: per sample id, `[T]` log-normalisers of the verifier over all `V`, made on first use.
+    """
+
+    samples: list[TokenSample]
+    dump: Dump
+    frozen: FrozenVerifier
+    draft_ids: Tensor | None
+    dtype: torch.dtype
+    log_z: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        present = set(self.dump.ids)
+        self.samples = [sample for sample in self.samples if sample.id in present and any(sample.loss_mask[1:])]
+        if not self.samples:
+            raise DraftlineError("outputs/extract: no sample of this split has hidden states and a supervised token; run dvc repro extract")
+        vocab_size = len(self.frozen.embedding)
+        self.head = self.frozen.lm_head if self.draft_ids is None else self.frozen.lm_head[self.draft_ids]
+        self.head = self.head.to(self.dtype).contiguous()
+        self.full_head = self.frozen.lm_head.to(self.dtype) if self.draft_ids is not None else None
+        self.draft_index = torch.full((vocab_size,), -1, dtype=torch.int64)
+        ids = torch.arange(vocab_size) if self.draft_ids is None else self.draft_ids
+        self.draft_index[ids] = torch.arange(len(ids))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _normalisers(self, sample: TokenSample, states: Tensor) -> Tensor | None:
+        """`[T]` log-normalisers where the next token is supervised, 0 elsewhere; None for the full vocabulary.
+
+        Always made over the same rows of a sample, so that a resumed run gets the same bits.
+        """
+        if self.full_head is None:
+            return None
+        if sample.id not in self.log_z:
+            rows = torch.from_numpy(np.flatnonzero(np.asarray(sample.loss_mask[1:], dtype=bool)))
+            out = torch.zeros(len(states))
+            out[rows] = log_normalisers(states[rows], self.full_head)
+            self.log_z[sample.id] = out
+        return self.log_z[sample.id]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input. `slots` is `[A, K]` bool: which of the blocks' slots count; the rest is per counted slot."""
+
+    blocks: Blocks
+    previous: Tensor
+    slots: Tensor
+    targets: Targets
+
+    @property
+    def positions(self) -> Tensor:
+        """`[N]` block position k of each counted slot."""
+        return torch.nonzero(self.slots)[:, 1]
+
+
+def slot_weights(draft_tokens: int, gamma: float) -> Tensor:
+    """`[K]` exp(−k/γ)."""
+    return torch.exp(-torch.arange(draft_tokens, dtype=torch.float64) / gamma).float()
+
+
+def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int, draft_tokens: int, gamma: float, key: tuple[object, ...]) -> Batch:
+    """Pack samples `indices`; `key` seeds the anchors of each together with its id."""
+    contexts, context_positions, anchor_tokens, previous, lengths, all_anchors = [], [], [], [], [], []
+    slots, states, normalisers, rows, labels = [], [], [], [], []
+    row_offset = 0
+    steps = torch.arange(draft_tokens)
+    for index in indices:
+        sample = data.samples[index]
+        hidden = data.dump.read(sample.id, sample.input_ids).hidden_states
+        tokens = torch.tensor(sample.input_ids)
+        anchors, counts = _anchors(sample, anchors_per_sequence, draft_tokens, key)
+        last = int(anchors[-1])
+        contexts.append(hidden[:last, :-1].reshape(last, -1).to(data.dtype))
+        context_positions.append(torch.arange(last))
+        lengths.append(last)
+        all_anchors.append(anchors)
+        anchor_tokens.append(tokens[anchors])
+        counted = steps[None, :] < counts[:, None]
+        predicting = anchors[:, None] + steps[None, :]
+        previous.append(tokens[predicting.clamp(max=len(tokens) - 1)])
+        slots.append(counted)
+        final = F.rms_norm(hidden[:, -1].float(), (hidden.shape[-1],), data.frozen.norm_weight.float(), data.frozen.norm_eps).to(data.dtype)
+        used, inverse = torch.unique(predicting[counted], return_inverse=True)
+        states.append(final[used])
+        log_z = data._normalisers(sample, final)
+        if log_z is not None:
+            normalisers.append(log_z[used])
+        rows.append(inverse + row_offset)
+        row_offset += len(used)
+        labels.append(data.draft_index[tokens[predicting[counted] + 1]])
+    counted = torch.cat(slots)
+    weights = slot_weights(draft_tokens, gamma).expand(counted.shape)[counted]
+    return Batch(
+        blocks=Blocks(torch.cat(contexts), torch.cat(context_positions), torch.cat(anchor_tokens), torch.cat(all_anchors), make_segments(lengths, all_anchors)),
+        previous=torch.cat(previous),
+        slots=counted,
+        targets=Targets(torch.cat(states), torch.cat(normalisers) if normalisers else None, torch.cat(rows), torch.cat(labels), weights / weights.sum()),
+    )
+
+
+def _anchors(sample: TokenSample, count: int, draft_tokens: int, key: tuple[object, ...]) -> tuple[Tensor, Tensor]:
+    mask: NDArray[np.bool_] = np.asarray(sample.loss_mask, dtype=bool)
+    anchors, counts = choose(mask, count, draft_tokens, generator(*key, sample.id))
+    return torch.from_numpy(anchors), torch.from_numpy(counts)
+
+
+def sample_order(count: int, per_step: int, steps: int, seed: int) -> list[list[int]]:
+    """Sample indices of every step: epoch after epoch, each in an order of its own, none left out.
+
+    A step may reach over the end of an epoch; an index comes once per epoch.
+    """
+    needed = per_step * steps
+    order: list[int] = []
+    epoch = 0
+    while len(order) < needed:
+        order.extend(generator("order", seed, epoch).permutation(count).tolist())
+        epoch += 1
+    return [order[step * per_step : (step + 1) * per_step] for step in range(steps)]

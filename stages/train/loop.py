@@ -1,0 +1,107 @@
+"""The optimizer loop: AdamW, linear warm-up, cosine decay, exact resume.
+
+Step s uses samples, anchors and learning rate that are functions of s alone, so a run that was killed and resumed
+gives the weights of an undisturbed one, bit for bit on a CPU with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from stages.drafters.model import Drafter
+from stages.params import Train
+from stages.train import state
+from stages.train.data import TrainingSet, make_batch, sample_order
+from stages.train.model_step import objective, validate
+from stages.train.tracking import Log
+
+LOG_EVERY = 10
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A hook for tests and for the loop's own curve: called after every step."""
+
+    step: int
+    loss: float
+    learning_rate: float
+
+
+def learning_rate(step: int, params: Train) -> float:
+    """Rate of step `step` (from 0): linear to the peak over the warm-up, then half a cosine to 0."""
+    warmup = max(1, round(params.warmup_fraction * params.steps))
+    if step < warmup:
+        return params.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, params.steps - warmup)
+    return params.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def make_optimizer(drafter: Drafter, params: Train) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(drafter.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, betas=(0.9, 0.95), fused=True)
+
+
+def set_threads(threads: int | None) -> int:
+    """Fix the number of threads, so that sums have one order; returns it."""
+    count = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    return count
+
+
+def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
+    """Train `drafter` in place from the newest checkpoint in `work` (or from its initial weights) to the last step.
+
+    Returns:
+        The steps made by this call.
+    """
+    dtype = DTYPES[params.precision]
+    k = drafter.config.draft_tokens
+    optimizer = make_optimizer(drafter, params)
+    work.mkdir(parents=True, exist_ok=True)
+    start = state.restore(work, drafter, optimizer)
+    order = sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
+    made: list[Progress] = []
+    drafter.train()
+    with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0) as bar:
+        for step in range(start, params.steps):
+            rate = learning_rate(step, params)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            batch = make_batch(data, order[step], params.anchors_per_sequence, k, params.decay_gamma, ("train", params.seed, step))
+            out = objective(drafter, data.head, batch, params.loss, dtype)
+            optimizer.zero_grad(set_to_none=True)
+            out.loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.grad_clip)
+            optimizer.step()
+            made.append(Progress(step, out.loss.item(), rate))
+            bar.update()
+            done = step + 1
+            if done % LOG_EVERY == 0 or done == params.steps:
+                recent = made[-LOG_EVERY:]
+                values = {"loss": sum(p.loss for p in recent) / len(recent), "learning_rate": rate, "slots": float(len(batch.positions))}
+                elapsed = bar.format_dict["elapsed"]
+                if elapsed:
+                    values["steps_per_second"] = (done - start) / elapsed
+                bar.set_postfix(loss=f"{values['loss']:.3f}")
+                log(values, done)
+            if validation is not None and done % params.validation_every == 0 and done < params.steps:
+                log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
+                drafter.train()
+            if done % params.checkpoint_every == 0 and done < params.steps:
+                state.save(work, done, drafter, optimizer)
+    drafter.eval()
+    return made
+
+
+def check(drafter: Drafter, validation: TrainingSet, params: Train) -> dict[str, float]:
+    """Validation metrics (see `model_step.validate`) with the run's own settings."""
+    drafter.eval()
+    return validate(
+        drafter, validation, params.loss, params.anchors_per_sequence, params.decay_gamma, params.validation_samples, params.seed, DTYPES[params.precision]
+    )
