@@ -30,9 +30,9 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A section of params.yaml: unknown keys are refused, values are never changed after reading."""
+    """A section of params.yaml: unknown keys and wrong types are refused ("600" is no number), values never change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class Verifier(Section):
@@ -122,7 +122,10 @@ class Drafter(Section):
     algorithm: Literal["dspark", "dflash"] = Field("dspark", description="dspark: DFlash backbone with Markov and confidence heads; dflash: backbone alone.")
     block_size: int = Field(8, ge=2, le=64, description="Positions of a block; with sample_from_anchor false the anchor is one of them.")
     num_layers: int = Field(2, ge=1, le=32, description="Layers of the backbone.")
-    sample_from_anchor: bool = Field(False, description="true: slot k predicts token p+k+1 from K inputs; false: masks sit at the predicted positions (served by every engine).")
+    sample_from_anchor: bool = Field(
+        False,
+        description="true: slot k predicts token p+k+1 from K inputs; false: masks sit at the predicted positions (served by every engine).",
+    )
     draft_vocab_size: int | None = Field(None, ge=2, description="Most frequent tokens the drafter can propose; null: the verifier's whole vocabulary.")
     mask_token_id: int = Field(ge=0, description="Token that stands for a position to be drafted; one that chats never use.")
     markov_rank: int = Field(64, ge=0, description="Rank of the Markov head; 0 is off (exported as dflash).")
@@ -158,13 +161,13 @@ class LossWeights(Section):
 class Train(Section):
     """The drafter's training."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Seed of the weights' start, of the order of the samples and of the anchors.")
     steps: int = Field(ge=1, description="Optimizer steps.")
     sequences_per_step: int = Field(4, ge=1, description="Sequences of one optimizer step.")
     anchors_per_sequence: int = Field(48, ge=1, description="Random anchors of one sequence; fewer where it has fewer.")
     learning_rate: float = Field(6e-4, gt=0.0, description="Peak of the cosine schedule.")
     warmup_fraction: float = Field(0.04, ge=0.0, lt=1.0, description="Share of the steps that warm up linearly.")
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW's decoupled decay, per step and unit of learning rate.")
     grad_clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
     decay_gamma: float = Field(4.0, gt=0.0, description="Slot k weighs exp(-k/gamma).")
     loss: LossWeights = Field(default_factory=LossWeights)
@@ -186,7 +189,7 @@ class Convert(Section):
 class Gate(Section):
     """Proof that greedy decoding does not change."""
 
-    prompts_per_kind: int = Field(3, ge=1)
+    prompts_per_kind: int = Field(3, ge=1, description="Held-out prompts of each kind.")
     max_tokens: int = Field(96, ge=8, description="Tokens decoded per prompt.")
     fp32_near_tie: float = Field(1e-3, gt=0.0, description="fp32 divergence below this logit margin is a near-tie, above it is wrong.")
     served_near_tie: float = Field(0.75, gt=0.0, description="Same for the served dtype, judged by the fp32 margin.")
@@ -196,7 +199,7 @@ class Gate(Section):
 class Evaluate(Section):
     """Acceptance and speed on held-out prompts."""
 
-    prompts_per_kind: int = Field(6, ge=1)
+    prompts_per_kind: int = Field(6, ge=1, description="Held-out prompts of each kind.")
     max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
     repeats: int = Field(3, ge=1, description="Paired speed measurements.")
     speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement, decoded one at a time.")
@@ -208,15 +211,15 @@ class Mlflow(Section):
     """Tracking and registry."""
 
     tracking_uri: str = Field("sqlite:///mlflow.db", description="SQLite file, http(s) server or database URL.")
-    experiment: str = Field("draftline", min_length=1)
+    experiment: str = Field("draftline", min_length=1, description="Experiment that training and registration log to; made where it is missing.")
 
 
 class Deploy(Section):
     """The server."""
 
     device: Literal["auto", "cpu", "cuda", "ascend"] = Field("auto", description="auto: what the installed vLLM was built for.")
-    host: str = Field("127.0.0.1")
-    port: int = Field(8000, ge=1, le=65535)
+    host: str = Field("127.0.0.1", description="Address that the server listens on; 0.0.0.0 is every one of the machine.")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port of the server.")
     max_num_seqs: int = Field(8, ge=1, description="Requests served at a time.")
     startup_seconds: int = Field(300, ge=10, description="Longest wait for the server's health.")
 
@@ -316,28 +319,34 @@ def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
         raise ParamsError(describe(error, path)) from None
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
+def _lay_over(base: dict[str, Any], over: dict[str, Any]) -> None:
+    """Set the values of `over` in `base`, section by section."""
     for key, value in over.items():
-        out[key] = _merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _lay_over(base[key], value)
+        else:
+            base[key] = value
 
 
 def use_profile(profile: Path, path: Path = PARAMS_FILE) -> Params:
-    """Lay the keys of `profile` over `path` and write the result; nothing is written unless it is valid."""
+    """Lay the keys of `profile` over `path` and write the result, comments kept; nothing is written unless it is valid."""
     read_params(path)
-    base = _yaml().load(path.read_text(encoding="utf-8"))
     try:
         over = _yaml().load(profile.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ParamsError(f"{profile}: no such profile") from None
-    merged = _merged(base, over)
-    params = parse_params(merged, profile)
-
-
-    stream = io.StringIO()
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{profile}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(over, dict):
+        raise ParamsError(f"{profile}: expected a mapping of sections, found {type(over).__name__}")
     writer = YAML()
+    writer.width = 1000
+    writer.indent(mapping=2, sequence=4, offset=2)
+    merged = writer.load(path.read_text(encoding="utf-8"))
+    _lay_over(merged, over)
+    stream = io.StringIO()
     writer.dump(merged, stream)
+    params = parse_params(_yaml().load(stream.getvalue()), profile)
     write_atomic(path, stream.getvalue())
     return params
 
