@@ -17,7 +17,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def accepted_prefix(drafted: list[int], committed: list[int]) -> int:
 
 
 def prepare_environment(model: str) -> None:
-    """Settings that vLLM reads from the environment; call before it is imported. What the user has set stays."""
+    """Settings that vLLM reads from the environment when it is imported. What the user has set stays."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -147,6 +148,33 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     return arguments | config.extra
 
 
+def check_requests(config: EngineConfig, requests: list[Request]) -> None:
+    """Refuse prompts that the engine would refuse, before it is started.
+
+    Raises:
+        EngineError: a prompt is empty or leaves no room for one token.
+    """
+    for request in requests:
+        if not request.prompt_ids:
+            raise EngineError(f"request {request.id}: the prompt has no tokens")
+        if len(request.prompt_ids) >= config.max_model_len:
+            raise EngineError(
+                f"request {request.id}: prompt of {len(request.prompt_ids)} tokens; engine.max_model_len = {config.max_model_len} holds one token less"
+            )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection inside: importing vLLM makes millions of objects that stay, and looking through them costs 2 s of 10."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass
 class _Active:
     """A request that is being decoded."""
@@ -163,12 +191,13 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         prepare_environment(config.model)
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         self.config = config
         self.seconds = 0.0
-        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config)))
+        with _collector_paused():
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config)))
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
 
     def close(self) -> None:
@@ -177,15 +206,6 @@ class Engine:
         self._engine.engine_core.shutdown()
         self._engine = None
         gc.collect()
-
-    def _check(self, requests: list[Request]) -> None:
-        for request in requests:
-            if not request.prompt_ids:
-                raise EngineError(f"request {request.id}: the prompt has no tokens")
-            if len(request.prompt_ids) >= self.config.max_model_len:
-                raise EngineError(
-                    f"request {request.id}: prompt of {len(request.prompt_ids)} tokens, engine.max_model_len is {self.config.max_model_len}: at most one less"
-                )
 
     def _add(self, key: str, request: Request) -> str:
         """Queue a request; returns the engine's internal id of it."""
@@ -234,7 +254,7 @@ class Engine:
         Raises:
             EngineError: a prompt that is empty or does not fit the engine.
         """
-        self._check(requests)
+        check_requests(self.config, requests)
         started = time.perf_counter()
         active: dict[str, _Active] = {}
         internals: dict[str, str] = {}
