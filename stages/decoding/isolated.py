@@ -2,13 +2,14 @@
 
     run = run_isolated(EngineConfig(...), [[Request(...), ...], ...], desc="gate: fp32, plain")
 
-The parent writes one JSON document to the child's standard input (the engine's configuration and the batches) and reads
-JSON lines from its standard output; whatever libraries print goes to standard error, like the progress bar. The child
-ends when its parent does.
+`EngineProcess` is the same, asked batch by batch. The parent writes JSON lines to the child's standard input (the
+engine's configuration, then the batches) and reads JSON lines from its standard output; whatever libraries print goes to
+standard error, like the progress bar. The child ends at the end of its input, and when its parent does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,11 +19,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, TextIO
 
 from stages.decoding.engine import Completion, Engine, EngineConfig, EngineError, Request, Round, check_requests
+from stages.decoding.speculative import ngram_config as ngram_config
+from stages.decoding.speculative import spec_config as spec_config
 from stages.errors import DraftlineError
 from stages.process import die_with_parent
+
+END_SECONDS = 20.0
+"""Longest wait for an engine's process to end by itself."""
 
 CAUSE_LENGTH = 400
 """Longest cause in an error message, characters; the whole traceback is on standard error."""
@@ -77,6 +84,102 @@ def describe(config: EngineConfig) -> str:
     return f"vLLM with {config.model} ({config.dtype}, {method})"
 
 
+class EngineProcess:
+    """An engine in a process of its own, asked batch by batch; use it in a `with` statement.
+
+    It loads while the caller goes on, so two of them can start at the same time.
+
+    Attributes:
+        desc: name of the progress bars of the next batches.
+        seconds: wall clock of the last batch's decoding.
+        load_seconds: from the start of the process to the engine being ready, once `wait_ready` or `generate` returned.
+    """
+
+    def __init__(self, config: EngineConfig, desc: str | None = None, module: str = "stages.decoding.isolated") -> None:
+        """Start it.
+
+        Args:
+            desc: name of the progress bars on stderr; None: no bars.
+            module: the child's; another one prepares its process and then calls our `main`.
+        """
+        self.config = config
+        self.desc = desc
+        self.seconds = 0.0
+        self.load_seconds = 0.0
+        self._started = time.perf_counter()
+        # Warnings about libraries' own deprecations: nothing that a user of the pipeline can act on.
+        command = [sys.executable, "-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", "-m", module, str(os.getpid())]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        self._send({"config": asdict(config)})
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the process: in order after the work, at once after an error."""
+        if kind is not None:
+            self._child.kill()
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            # End of file tells it to go. It may have ended already.
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.close()
+            self._child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        finally:
+            self._child.stdout.close()
+
+    def wait_ready(self) -> None:
+        """Return when the engine has been loaded.
+
+        Raises:
+            EngineError: it could not be; names the engine and the cause.
+        """
+        if not self.load_seconds:
+            self._receive()
+            self.load_seconds = time.perf_counter() - self._started
+
+    def generate(self, requests: list[Request], on_finished: Callable[[Completion], None] | None = None) -> list[Completion]:
+        """Decode a batch: see `Engine.generate`.
+
+        Raises:
+            EngineError: a prompt does not fit, or the engine failed; names the engine and the cause.
+        """
+        check_requests(self.config, requests)
+        self.wait_ready()
+        self._send({"batch": _numbered(requests), "desc": self.desc})
+        done: dict[int, Completion] = {}
+        while "completion" in (message := self._receive()):
+            index = int(message["completion"]["id"])
+            done[index] = _completion(message["completion"], requests[index].id)
+            if on_finished is not None:
+                on_finished(done[index])
+        self.seconds = message["seconds"]
+        return [done[index] for index in range(len(requests))]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._child.stdin is not None
+        # A broken pipe: it has ended already, and what `_receive` finds tells why.
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(message) + "\n")
+            self._child.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if line:
+            message: dict[str, Any] = json.loads(line)
+            if "error" in message:
+                raise EngineError(f"{describe(self.config)}: {message['error']}")
+            return message
+        status = self._child.wait()
+        how = f"ended by signal {-status}" + (" (out of memory?)" if status == -9 else "") if status < 0 else f"ended with status {status}"
+        raise EngineError(f"{describe(self.config)}: its process {how}; what it printed is above")
+
+
 def run_isolated(
     config: EngineConfig,
     batches: list[list[Request]],
@@ -93,65 +196,28 @@ def run_isolated(
     """
     for batch in batches:
         check_requests(config, batch)
-    started = time.perf_counter()
-    # Warnings about libraries' own deprecations: nothing that a user of the pipeline can act on.
-    command = [sys.executable, "-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", "-m", "stages.decoding.isolated", str(os.getpid())]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
-    assert child.stdin is not None
-    assert child.stdout is not None
-    done: list[dict[int, Completion]] = [{} for _ in batches]
+    completions: list[list[Completion]] = []
     seconds: list[float] = []
-    load_seconds = 0.0
-    failure: str | None = None
-    try:
-        try:
-            with child.stdin as stream:
-                json.dump({"config": asdict(config), "batches": [_numbered(batch) for batch in batches], "desc": desc}, stream)
-        except BrokenPipeError:
-            pass  # It has ended already: its exit status tells why.
-        for line in child.stdout:
-            message = json.loads(line)
-            if "completion" in message:
-                batch, index = message["batch"], int(message["completion"]["id"])
-                finished = _completion(message["completion"], batches[batch][index].id)
-                done[batch][index] = finished
-                if on_finished is not None:
-                    on_finished(batch, finished)
-            elif "seconds" in message:
-                seconds.append(message["seconds"])
-            elif "ready" in message:
-                load_seconds = time.perf_counter() - started
-            else:
-                failure = message["error"]
-        status = child.wait()
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-        child.stdout.close()
-    if failure is not None:
-        raise EngineError(f"{describe(config)}: {failure}")
-    if status != 0:
-        how = f"ended by signal {-status}" + (" (out of memory?)" if status == -9 else "") if status < 0 else f"ended with status {status}"
-        raise EngineError(f"{describe(config)}: its process {how}; what it printed is above")
-    return IsolatedRun([[finished[index] for index in range(len(finished))] for finished in done], seconds, load_seconds)
+    with EngineProcess(config, desc) as engine:
+        for number, batch in enumerate(batches):
+            completions.append(engine.generate(batch, partial(on_finished, number) if on_finished else None))
+            seconds.append(engine.seconds)
+        engine.wait_ready()
+        return IsolatedRun(completions, seconds, engine.load_seconds)
 
 
-def _send_completion(send: Callable[[dict[str, Any]], None], batch: int, completion: Completion) -> None:
-    send({"batch": batch, "completion": asdict(completion)})
-
-
-def _work(spec: dict[str, Any], results: TextIO) -> None:
-    """Run what the parent asked for; one JSON line per result."""
+def _work(requests: TextIO, results: TextIO) -> None:
+    """Load what the first line describes and decode the batch of each later one; one JSON line per result."""
 
     def send(message: dict[str, Any]) -> None:
         results.write(json.dumps(message) + "\n")
         results.flush()
 
-    engine = Engine(EngineConfig(**spec["config"]))
+    engine = Engine(EngineConfig(**json.loads(requests.readline())["config"]))
     send({"ready": True})
-    for number, batch in enumerate(spec["batches"]):
-        engine.generate([_request(item) for item in batch], partial(_send_completion, send, number), spec["desc"])
+    for line in requests:
+        message = json.loads(line)
+        engine.generate([_request(item) for item in message["batch"]], lambda done: send({"completion": asdict(done)}), message["desc"])
         send({"seconds": engine.seconds})
 
 
@@ -162,9 +228,8 @@ def main() -> int:
     die_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return 143
-    spec = json.load(sys.stdin)
     try:
-        _work(spec, results)
+        _work(sys.stdin, results)
         status = 0
     except Exception as error:
         if not isinstance(error, DraftlineError):

@@ -1,5 +1,27 @@
-"""vLLM general plug-in: DSpark drafters on engines that have no native support for them."""
+"""vLLM general plug-in: DSpark drafters in vLLM's model runner V1, which has no DSpark of its own.
+
+vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of its processes,
+whatever model they run; so it only names a class, which vLLM imports when a DSpark drafter is loaded.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURE = "Qwen3DSparkModel"
+"""The name under which vLLM looks for the class of a speculators checkpoint of type `dspark`."""
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes."""
+    """Serve DSpark checkpoints under `{"method": "dflash"}` wherever runner V1 is used.
+
+    On a GPU that is where the user has switched V2 off (for `gated` and `rnn` Markov heads); otherwise vLLM's own class stays,
+    which V2 serves under `{"method": "dspark"}`.
+    """
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda_alike() and getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None) is not False:
+        return
+    from vllm import ModelRegistry
+
+    # The class stands beside this file, in whatever package that is: `stages.drafters`, or the one that infra/vllm_plugin builds.
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__.rpartition('.')[0]}.vllm_dspark:DSparkForCausalLM")
