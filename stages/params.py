@@ -32,7 +32,7 @@ Positive = Annotated[int, Field(gt=0)]
 class Section(BaseModel):
     """A section of params.yaml: unknown keys and wrong types are refused ("600" is no number), values never change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Verifier(Section):
@@ -203,8 +203,15 @@ class Evaluate(Section):
     max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
     repeats: int = Field(3, ge=1, description="Paired speed measurements.")
     speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement, decoded one at a time.")
+    speed_tokens: int = Field(64, ge=8, description="Tokens decoded per prompt of a speed measurement.")
     ngram_min: int = Field(1, ge=1, description="Shortest n-gram of prompt lookup, the comparison.")
     ngram_max: int = Field(3, ge=1, description="Longest n-gram of prompt lookup.")
+
+    @model_validator(mode="after")
+    def _ngrams_ascend(self) -> Evaluate:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min ({self.ngram_min}) must not be above ngram_max ({self.ngram_max})")
+        return self
 
 
 class Mlflow(Section):
@@ -250,7 +257,7 @@ class Params(Section):
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "verifier": ("verifier",),
+    "verifier": ("verifier", "mlflow"),
     "prepare": ("verifier", "engine", "prepare"),
     "extract": ("engine", "extraction"),
     "train": ("drafter", "train", "mlflow"),

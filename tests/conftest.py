@@ -32,6 +32,10 @@ def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def real_verifier() -> Path:
     """Directory of SmolLM2-135M-Instruct, materialised once per machine; shared, so never write into it."""
+    from stages.process import output_lock
+    from stages.verifier.gguf import FORMAT
     from stages.verifier.sources import cache_directory, materialise
 
-    return materialise(REAL_SOURCE, cache_directory() / "tests" / "smollm2-135m")
+    directory = cache_directory() / "tests" / f"smollm2-135m-{FORMAT}"
+    with output_lock(directory.parent, seconds=300):
+        return directory if directory.is_dir() else materialise(REAL_SOURCE, directory)

@@ -9,6 +9,8 @@ from typing import Any
 
 from stages.errors import ArtifactError
 
+INDEX = "model.safetensors.index.json"
+
 
 def json_object(path: Path, hint: str = "") -> dict[str, Any]:
     """A file that holds a JSON object; `hint` is added where it is absent.
@@ -33,7 +35,7 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ArtifactError: none, a shard is missing, or a file is shorter or longer than its own header says.
     """
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
         listed = json_object(index).get("weight_map")
         if not isinstance(listed, dict) or not listed:

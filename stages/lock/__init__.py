@@ -1,0 +1,1 @@
+"""Does this drafter belong to this verifier?"""

@@ -1,0 +1,1 @@
+"""The target model: materialise it and write its content identity."""
