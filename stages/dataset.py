@@ -1,6 +1,13 @@
 """The token samples that `prepare` writes and later stages read: one Parquet file per split.
 
 `outputs/prepare/<split>/samples.parquet`, written in row groups, read in order or by position.
+
+A training or validation sample is a whole conversation. Where the verifier answered it itself, `input_ids` is the last
+turn's prompt as the chat server tokenises it, followed by the very ids that the verifier emitted: they end with its EOS,
+or without one if the answer was cut at max_tokens. Earlier turns are supervised too.
+
+An evaluation sample is a prompt that waits for an answer: earlier turns are answered, the last one is not. So
+`input_ids == prompt_ids`, `prompt_length == len(input_ids)`, the loss mask is all 0, and `messages` ends with the user.
 """
 
 from __future__ import annotations
@@ -38,12 +45,12 @@ class TokenSample:
     """One conversation as tokens.
 
     Attributes:
-        id: stable over runs, unique in the data set.
+        id: stable over runs, unique in the data set; `<id>#<n>` is the n-th further answer to the same prompt.
         kind: prompt kind, for tables per kind.
         input_ids: `[T]` token ids of the whole conversation.
-        loss_mask: `[T]`, 1 where the token is the assistant's (its end-of-turn token included).
+        loss_mask: `[T]`, 1 where the token is the assistant's (its end-of-turn token included); never all 0 in training.
         prompt_length: `input_ids[:prompt_length]` is the prompt of the last assistant turn, generation header included.
-        turns: assistant turns.
+        turns: assistant turns, the one that an evaluation sample waits for included.
         messages: the conversation, OpenAI form.
     """
 
