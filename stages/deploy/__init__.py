@@ -1,0 +1,1 @@
+"""Stage: the serving plan, and the server that runs it."""

@@ -1,0 +1,79 @@
+"""What the server is started with: exact argument list and environment, no shell string.
+
+The device decides how a drafter is served (`stages.decoding.speculative`): vLLM's CUDA build drafts DSpark itself where
+the Markov head is `vanilla`; its CPU build refuses the method and no build knows `gated` and `rnn` heads, so there our
+vLLM plug-in runs the same checkpoint under the method `dflash`.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stages.decoding.speculative import DISTRIBUTIONS, Device, installed_device, spec_config
+from stages.params import Params
+
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Verifier and drafter are local directories.
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def installed_engine() -> str:
+    """`<distribution> <version>` of the installed vLLM, without importing it.
+
+    Raises:
+        DraftlineError: no vLLM is installed.
+    """
+    device = installed_device()
+    distribution = next(name for name, built_for in DISTRIBUTIONS.items() if built_for == device)
+    return f"{distribution} {version(distribution)}"
+
+
+def _command(device: Device, model: Path) -> list[str]:
+    # The CPU wheel's `vllm` command looks for a distribution of that name and dies; its module takes the same arguments.
+    if device == "cpu":
+        return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    return ["vllm", "serve", str(model)]
+
+
+def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """How the pair is served: `served_by` ("engine" or "plug-in"), `argv`, `env`, `notes`.
+
+    Args:
+        verifier: the verifier's directory.
+        checkpoint: the drafter's directory, `config` its config.json.
+    """
+    speculative = spec_config(checkpoint, config, device)
+    # A Markov head under the method dflash is known to our class alone.
+    plug_in = config["speculators_model_type"] == "dspark" and speculative["method"] == "dflash"
+    env = dict(ENVIRONMENT)
+    notes = []
+    argv = [
+        *_command(device, verifier),
+        *("--served-model-name", params.verifier.name),
+        *("--host", params.deploy.host),
+        *("--port", str(params.deploy.port)),
+        *("--dtype", params.engine.dtype),
+        *("--max-model-len", str(params.engine.max_model_len)),
+        *("--max-num-seqs", str(params.deploy.max_num_seqs)),
+        *("--speculative-config", json.dumps(speculative, sort_keys=True)),
+    ]
+    if device == "cpu":
+        # The other devices size their cache by the memory they have.
+        argv += ["--kv-cache-memory-bytes", str(params.engine.kv_cache_bytes)]
+    if device == "cpu" or plug_in:
+        argv.append("--enforce-eager")
+    if params.verifier.trust_remote_code:
+        argv.append("--trust-remote-code")
+    if plug_in:
+        notes.append(f"the {config['markov_head_type']} Markov head runs in Draftline's vLLM plug-in, which must be installed beside vLLM")
+        if device == "cuda":
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+            notes.append("vLLM itself drafts vanilla Markov heads only: served eagerly by its model runner V1, where the plug-in works")
+    return {"served_by": "plug-in" if plug_in else "engine", "argv": argv, "env": env, "notes": notes}

@@ -1,0 +1,106 @@
+"""Serve the registered drafter with its verifier (`make serve`).
+
+    python -m stages.deploy.serve                 until Ctrl-C
+    python -m stages.deploy.serve --once          end after the first answer
+
+Starts what outputs/deploy/plan.json says, waits for its health, asks one question and prints the answer and the
+engine's acceptance counters. The server and all its processes end with this one, however it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts import read_json
+from stages.deploy.fetch import fetch
+from stages.deploy.plan import installed_engine
+from stages.deploy.server import ServerError, acceptance, base_url, cause, chat, require_free_port, start, stop, wait_until_healthy
+from stages.errors import DraftlineError
+from stages.pairing.identity import compute_identity
+from stages.pairing.lock import require_pair
+from stages.pairing.store import DIGEST_CACHE
+from stages.process import OUTPUTS, die_with_parent
+
+PLAN = OUTPUTS / "deploy" / "plan.json"
+LOG = OUTPUTS / "deploy" / "serve" / "server.log"
+QUESTION = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
+ANSWER_TOKENS = 128
+
+
+def ready_plan(path: Path = PLAN) -> dict[str, Any]:
+    """The plan, after everything it relies on was looked at: engine, registered files, verifier, pair, port.
+
+    Raises:
+        DraftlineError: one of them is not what it was when the plan was made.
+    """
+    plan: dict[str, Any] = read_json(path)
+    engine = installed_engine()
+    if engine != plan["engine"]:
+        raise DraftlineError(f"{path}: made for {plan['engine']}, installed is {engine}; run dvc repro -f deploy")
+    checkpoint = fetch(plan["registered"])
+    require_pair(checkpoint, compute_identity(Path(plan["verifier"]["directory"]), DIGEST_CACHE))
+    require_free_port(plan)
+    return plan
+
+
+def _introduce(plan: dict[str, Any], url: str) -> None:
+    """Ask one question and print what came of it."""
+    registered = plan["registered"]
+    print(f"{plan['model']} with {registered['name']} version {registered['version']} at {url}/v1 (log: {LOG})")
+    started = time.perf_counter()
+    answer, tokens = chat(url, plan["model"], QUESTION, min(ANSWER_TOKENS, plan["max_model_len"] // 2))
+    seconds = time.perf_counter() - started
+    print(f"\n> {QUESTION}\n{answer}\n")
+    print(f"{tokens} tokens in {seconds:.1f} s; {acceptance(url)}", flush=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def serve(plan: dict[str, Any], once: bool) -> None:
+    """Run the plan's server until it is interrupted (or has answered, with `once`)."""
+    url = base_url(plan)
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    process = start(plan, LOG)
+    try:
+        wait_until_healthy(process, url, plan["startup_seconds"], LOG)
+        _introduce(plan, url)
+        if not once:
+            print("serving; Ctrl-C ends it", flush=True)
+            _watch(process)
+    except KeyboardInterrupt:
+        print("ending the server", file=sys.stderr)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        stop(process)
+
+
+def _watch(process: subprocess.Popen[bytes]) -> None:
+    status = process.wait()
+    raise ServerError(f"the server ended with status {status}: {cause(LOG)} (log: {LOG})")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m stages.deploy.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--once", action="store_true", help="end after the first answer")
+    options = parser.parse_args(argv)
+    try:
+        serve(ready_plan(), options.once)
+    except DraftlineError as error:
+        print(f"draftline serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
