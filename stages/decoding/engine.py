@@ -225,9 +225,19 @@ class Engine:
         internal: str = self._engine.add_request(key, {"prompt_token_ids": list(request.prompt_ids)}, params)
         return internal
 
-    def _drafts(self) -> dict[str, list[int]]:
-        """Internal request id → drafts that the next step will verify."""
-        return {internal: list(state.spec_token_ids) for internal, state in self._scheduler.requests.items()}
+    def _drafts(self, longest: int) -> dict[str, list[int]]:
+        """Internal request id → drafts that the next step will verify.
+
+        Args:
+            longest: tokens of the longest sequence of the step that drafted them.
+        """
+        drafts = {internal: list(state.spec_token_ids) for internal, state in self._scheduler.requests.items()}
+        slots = max(map(len, drafts.values()), default=0)
+        near_end = longest + 2 * slots + 1 > self.config.max_model_len
+        if near_end and not any(token for tokens in drafts.values() for token in tokens):
+            # Where one block would pass the model's length vLLM drafts for none of the batch, and verifies zeros.
+            return {}
+        return drafts
 
     def _commit(self, active: _Active, drafts: list[int], delta: Any) -> None:
         """Book the tokens of one step for one request."""
@@ -264,8 +274,10 @@ class Engine:
             active[key] = _Active(index, request)
         done: dict[int, Completion] = {}
         with tqdm(total=len(requests), desc=desc, unit="prompt", disable=desc is None) as bar:
+            longest = 0
             while active:
-                drafts = self._drafts()
+                drafts = self._drafts(longest)
+                longest = max(len(state.request.prompt_ids) + len(state.output) for state in active.values())
                 for output in self._engine.step():
                     state = active[output.request_id]
                     self._commit(state, drafts.get(internals[output.request_id], []), output.outputs[0])
