@@ -16,9 +16,7 @@ from stages.evaluate.statistics import PromptCount
 
 def prompt_count(completion: Completion, kind: str) -> PromptCount:
     """Tokens and verifier passes of one prompt; the pass that reads the prompt is none of them."""
-    return PromptCount(
-        prompt=completion.id, kind=kind, tokens=sum(entry.committed for entry in completion.rounds), passes=len(completion.rounds)
-    )
+    return PromptCount(prompt=completion.id, kind=kind, tokens=sum(entry.committed for entry in completion.rounds), passes=len(completion.rounds))
 
 
 def reached(entry: Round, position: int) -> bool:

@@ -84,9 +84,7 @@ def test_without_a_verifier_to_ask_a_divergence_is_wrong() -> None:
     st.integers(0, 40),
     st.floats(1e-6, 5.0),
 )
-def test_a_near_tie_is_always_backed_by_both_tokens_being_close_to_the_best(
-    logprobs: dict[int, float], baseline: int, drafted: int, near_tie: float
-) -> None:
+def test_a_near_tie_is_always_backed_by_both_tokens_being_close_to_the_best(logprobs: dict[int, float], baseline: int, drafted: int, near_tie: float) -> None:
     verdict, margin = judge(Divergence(0, baseline, drafted), logprobs, near_tie)
     best = max(logprobs.values())
     close = all(token in logprobs and best - logprobs[token] < near_tie for token in (baseline, drafted))

@@ -1,0 +1,101 @@
+"""What people read says what was measured: tables, figures and the last screen of a run, from reports alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.artifacts import write_json
+from stages.errors import ArtifactError
+from stages.evaluate.__main__ import write_reports
+from stages.evaluate.report import markdown, table
+from stages.evaluate.summary import summary
+from stages.params import read_params
+from tests.evaluate.reports import make_report
+from tests.gate.pair import write_drafter
+from tests.paths import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return make_report()
+
+
+def test_tables_line_up_as_plain_text() -> None:
+    lines = table(("kind", "value"), [("code", "1.5"), ("a longer kind", "12.25")])
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].replace("-", "").replace(" ", "") == "||:|"
+
+
+def test_the_markdown_holds_every_kind_position_and_count(report: dict[str, Any]) -> None:
+    text = markdown(report)
+    for kind, entry in report["acceptance_length"]["per_kind"].items():
+        assert f"| {kind} " in text
+        assert f"{entry['tokens']} / {entry['passes']}" in text
+        assert f"{entry['value']:.2f}" in text
+    for row in report["per_position"]["all"]:
+        assert f"{row['accepted']} / {row['reached']}" in text
+    assert f"{report['speed']['ratio']['median']:.2f}" in text
+    for plot in ("acceptance_length", "acceptance_per_position", "speed"):
+        assert f"(plots/{plot}.png)" in text
+
+
+def test_reports_are_written_with_the_figures_they_name_and_equal_numbers_give_equal_files(report: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_reports(report, tmp_path / name)
+    names = {str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert names == {"report.json", "report.md", "plots/acceptance_length.png", "plots/acceptance_per_position.png", "plots/speed.png"}
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert (tmp_path / "a" / "plots" / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_drafter_that_is_never_right_is_reported_like_any_other(tmp_path: Path) -> None:
+    nothing = make_report(scale=0.0)
+    write_reports(nothing, tmp_path)
+    assert nothing["acceptance_length"]["macro"] == 1.0
+    assert "0.0 %" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "–" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def write_run(root: Path, verifier: Path, report: dict[str, Any]) -> Path:
+    """The outputs of a whole run, as far as the last screen reads them."""
+    from stages.pairing.identity import compute_identity
+
+    outputs = root / "outputs"
+    identity = compute_identity(verifier)
+    write_json(outputs / "verifier" / "identity.json", identity.model_dump(mode="json"))
+    write_drafter(outputs / "convert" / "checkpoint", verifier, identity)
+    gate = {
+        "verdict": "pass",
+        "dtypes": {"float32": {"prompts": 24, "identical": 24, "near_tie": 0, "wrong": 0}},
+        "parity": {"compared": 448, "equal": 448},
+    }
+    write_json(outputs / "gate" / "report.json", gate)
+    write_reports(report, outputs / "evaluate")
+    write_json(outputs / "register" / "version.json", {"name": "drafter.tiny", "version": 3})
+    return outputs
+
+
+def test_the_last_screen_answers_what_a_run_is_asked_for(tiny_verifier: Path, tmp_path: Path, report: dict[str, Any]) -> None:
+    outputs = write_run(tmp_path, tiny_verifier, report)
+    text = summary(outputs, read_params(REPOSITORY / "params.yaml"))
+    for expected in (
+        "smollm2-135m · LlamaForCausalLM, 6 layers × 64",
+        "dspark · 1 layers, Markov rank 64 (vanilla), 4 draft tokens",
+        "pass · float32: 24 of 24 identical, 0 near-ties, 0 wrong",
+        "drafter.tiny version 3",
+        f"× {report['speed']['ratio']['median']:.2f}",
+        "macro average",
+        str(outputs / "evaluate" / "plots" / "speed.png"),
+    ):
+        assert expected in text
+    for kind in report["acceptance_length"]["per_kind"]:
+        assert kind in text
+
+
+def test_without_a_finished_run_the_last_screen_names_the_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"identity\.json"):
+        summary(tmp_path / "outputs", read_params(REPOSITORY / "params.yaml"))

@@ -1,0 +1,36 @@
+"""An isolated engine with a deliberately broken acceptance rule: it accepts every draft.
+
+    EngineProcess(config, desc, module="tests.gate.broken_engine")
+
+Stands in its own process, so nothing of it reaches an engine that is meant to be right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stages.decoding.engine import prepare_environment
+from stages.decoding.isolated import main
+
+
+def break_acceptance() -> None:
+    """Hand vLLM's greedy rejection sampler the drafts themselves as the verifier's choice."""
+    from vllm.v1.sample import rejection_sampler
+
+    honest = rejection_sampler.rejection_sample
+
+    def accept_everything(*arguments: Any, **named: Any) -> Any:
+        # Positions as in vLLM's signature: 0 draft token ids [tokens], 5 the verifier's logits [tokens, V].
+        drafts, logits = arguments[0], arguments[5]
+        forced = torch.zeros_like(logits).scatter_(1, drafts.long()[:, None], 1.0)
+        return honest(*arguments[:5], forced, *arguments[6:], **named)
+
+    rejection_sampler.rejection_sample = accept_everything
+
+
+if __name__ == "__main__":
+    prepare_environment("")
+    break_acceptance()
+    raise SystemExit(main())
