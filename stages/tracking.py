@@ -101,8 +101,11 @@ def connect(uri: str) -> MlflowClient:
         logging.getLogger(name).setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    # MLflow keeps one store per URI: a relative path must not mean two databases in one process.
+    database = _sqlite_file(uri)
+    address = uri if database is None else uri.replace(str(database), str(database.absolute()), 1)
     with tracking_errors(uri):
-        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+        return MlflowClient(tracking_uri=address, registry_uri=address)
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:

@@ -1,0 +1,29 @@
+"""Everything that register reads: a tiny pair that has passed lock, gate and evaluation."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from stages.artifacts import write_json, write_manifest
+from stages.pairing.identity import VerifierIdentity
+from tests.gate.pair import make_bigram_verifier, write_outputs
+from tests.paths import REPOSITORY
+
+
+def write_proven(root: Path, verifier: Path) -> VerifierIdentity:
+    """Fill `root/outputs`, and put params.yaml beside it; the current directory must be `root`."""
+    identity = write_outputs(root, verifier)
+    outputs = root / "outputs"
+    write_manifest(outputs / "prepare", identity.digest)
+    write_json(outputs / "gate" / "report.json", {"verdict": "pass"})
+    evaluation = {
+        "acceptance_length": {"macro": 1.625, "per_kind": {"code": {"value": 1.5}, "story": {"value": 1.75}}},
+        "per_position": {"all": [{"position": 1, "rate": 0.5}]},
+    }
+    write_json(outputs / "evaluate" / "report.json", evaluation)
+    shutil.copy(REPOSITORY / "params.yaml", root)
+    return identity
+
+
+__all__ = ["make_bigram_verifier", "write_proven"]
