@@ -45,7 +45,7 @@ def gate_line(report: dict[str, Any]) -> str:
         for dtype, tally in report["dtypes"].items()
     ]
     parity = report["parity"]
-    return f"{report['verdict']} · {' · '.join(counts)} · drafts equal to our own forward: {parity['equal']} of {parity['compared']}"
+    return f"{report['verdict']} · {' · '.join(counts)} · drafts equal to our own forward: {parity['equal_rounds']} of {parity['rounds']} rounds"
 
 
 def summary(outputs: Path, params: Params) -> str:

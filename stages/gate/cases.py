@@ -24,6 +24,10 @@ BLOCK_CASES = 3
 """Constructed cases of each sort: stop token, limit."""
 
 
+WHOLE = ("held-out", "multi-turn", "long")
+"""Cases whose output is not cut on purpose."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One prompt to decode with and without the drafter. `why`: held-out, multi-turn, long, limit, block-limit, block-stop."""

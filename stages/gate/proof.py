@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from stages.decoding.engine import Completion, EngineConfig, Request
 from stages.decoding.isolated import EngineProcess
-from stages.gate.cases import Case, block_cases
+from stages.gate.cases import WHOLE, Case, block_cases
 from stages.gate.judge import Divergence, Finding, first_divergence, judge
 
 LOGPROBS = 20
@@ -70,7 +70,7 @@ def decode_drafted(engine: EngineProcess, cases: list[Case], dtype: str) -> Run:
     """Decode the cases with the drafter, then once more where a block can be cut."""
     completions = engine.generate([case.request for case in cases])
     # Only whole runs: a case with a short limit says nothing about where blocks lie.
-    whole = [index for index, case in enumerate(cases) if case.why != "limit"]
+    whole = [index for index, case in enumerate(cases) if case.why in WHOLE]
     extra = block_cases([cases[index] for index in whole], [completions[index] for index in whole])
     return Run(dtype, cases + extra, completions + engine.generate([case.request for case in extra]))
 

@@ -71,7 +71,7 @@ def write_run(root: Path, verifier: Path, report: dict[str, Any]) -> Path:
     gate = {
         "verdict": "pass",
         "dtypes": {"float32": {"prompts": 24, "identical": 24, "near_tie": 0, "wrong": 0}},
-        "parity": {"compared": 448, "equal": 448},
+        "parity": {"rounds": 64, "equal_rounds": 64},
     }
     write_json(outputs / "gate" / "report.json", gate)
     write_reports(report, outputs / "evaluate")
