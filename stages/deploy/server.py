@@ -101,8 +101,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def cause(log: Path) -> str:
     """The line of a failed server's log that says why: the last error that is not the report of another one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [f"{match[1]}: {match[2]}" for line in lines if (match := ERROR_LINE.search(line)) and not any(text in line for text in CONSEQUENCES)]
-    return errors[-1] if errors else (lines[-1] if lines else "it printed nothing")
+    found = lines[-1] if lines else "it printed nothing"
+    for number, line in enumerate(lines):
+        match = ERROR_LINE.search(line)
+        if match is None or any(text in line for text in CONSEQUENCES):
+            continue
+        found = f"{match[1]}: {match[2]}"
+        if "validation error" in match[2]:
+            # pydantic says what is wrong on the lines after its headline.
+            found = " ".join([found, *(detail for detail in lines[number + 1 : number + 3] if not detail.startswith("For further information"))])
+    return found
 
 
 def _get(url: str, seconds: float) -> str:
