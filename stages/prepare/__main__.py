@@ -66,12 +66,11 @@ def untracked(inputs: dict[str, list[dict[str, Any]]], graph: Path = Path("dvc.y
 
 
 def failure(what: str, tally: Tally, chat: Chat) -> PrepareError:
-    """The error of a run that leaves too little: every reason with its count, and the template where it is one of them."""
+    """The error of a run that leaves too little: every reason with its count, and the template."""
     reasons = [f"{count} × {reason} (first: {tally.examples[reason]})" for reason, count in tally.dropped.most_common()]
     reasons += [f"{count} × {name}" for name, count in (("duplicate", tally.duplicates), ("broken line", tally.broken_lines)) if count]
-    if any("template" in reason for reason in tally.dropped):
-        reasons.append(chat.template_name)
-    return PrepareError(f"{what}; {tally.read} rows read: {'; '.join(reasons) or 'none dropped'}")
+    reasons.append(chat.template_name)
+    return PrepareError(f"{what}; {tally.read} rows read: {'; '.join(reasons)}")
 
 
 def split_rows(rows: list[KeyedRow], held_out: list[KeyedRow], settings: Settings, tally: Tally, chat: Chat) -> dict[str, list[KeyedRow]]:
