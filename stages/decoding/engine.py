@@ -108,18 +108,23 @@ def accepted_prefix(drafted: list[int], committed: list[int]) -> int:
     return count
 
 
-def prepare_environment(model: str) -> None:
-    """Settings that vLLM reads from the environment when it is imported. What the user has set stays."""
-    defaults = {
+def engine_environment(model: str) -> dict[str, str]:
+    """Environment variables that vLLM, and the libraries under it, should find when they are imported."""
+    environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path(model).is_dir():
-        defaults["HF_HUB_OFFLINE"] = "1"
-    for name, value in defaults.items():
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment
+
+
+def prepare_environment(model: str) -> None:
+    """Set them in this process; call before vLLM is imported. What the user has set stays."""
+    for name, value in engine_environment(model).items():
         os.environ.setdefault(name, value)
 
 
