@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from stages.errors import DraftlineError
 from stages.params import Mlflow
+from stages.tracking import connect, experiment_id, tracking_errors
 
 
 class Log(Protocol):
@@ -28,17 +28,15 @@ def tracked(settings: Mlflow, name: str, params: dict[str, Any], tags: dict[str,
     """An MLflow run around a training; an exception marks it failed.
 
     Raises:
-        DraftlineError: the tracking server cannot be reached.
+        TrackingError: the tracking server cannot be reached.
     """
+    uri = settings.tracking_uri
+    experiment = experiment_id(connect(uri), uri, settings.experiment)
     import mlflow
-    from mlflow.exceptions import MlflowException
 
-    try:
-        mlflow.set_tracking_uri(settings.tracking_uri)
-        mlflow.set_experiment(settings.experiment)
-        run = mlflow.start_run(run_name=name, tags=tags)
-    except (MlflowException, OSError) as error:
-        raise DraftlineError(f"params.yaml: mlflow.tracking_uri = {settings.tracking_uri!r}: not reachable: {str(error).splitlines()[0]}") from None
+    with tracking_errors(uri):
+        mlflow.set_tracking_uri(uri)
+        run = mlflow.start_run(experiment_id=experiment, run_name=name, tags=tags)
     with run:
         mlflow.log_params(_flat(params))
         yield lambda metrics, step: mlflow.log_metrics(metrics, step=step)
