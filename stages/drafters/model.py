@@ -75,7 +75,7 @@ class Drafter(nn.Module):
         self.confidence_head = ConfidenceHead(hidden + (config.markov_rank if with_markov else 0)) if config.confidence_head else None
         rotary = Qwen3RotaryEmbedding(Qwen3Config(**config.layer_config()))
         # Plain attributes, not a buffer: `Drafter.to(bfloat16)` would round the frequencies and with them every position.
-        self._inverse_frequencies = rotary.inv_freq.float()
+        self._inverse_frequencies = rotary.inv_freq.detach().float().clone()
         self._rope_scaling = float(rotary.attention_scaling)
         ids = torch.arange(config.vocab_size) if draft_ids is None else draft_ids
         self.register_buffer("draft_ids", ids, persistent=False)

@@ -98,7 +98,7 @@ def run(params: Params, output: Path) -> None:
     drafter = Drafter(config, frozen, draft_ids)
     # Everything that the weights depend on; cadence of checkpoints and validations does not change them.
     settings = params.train.model_dump(exclude={"checkpoint_every", "validation_every", "validation_samples", "threads"})
-    depends = {"drafter": config.model_dump(), "train": settings, "plan": dump.plan.model_dump(), "threads": threads, "torch": torch.__version__}
+    depends = {"drafter": config.model_dump(), "train": settings, "plan": dump.plan.to_json(), "threads": threads, "torch": torch.__version__}
     work = output / "work" / digest_json(depends)[:16]
     knobs = {"drafter": params.drafter.model_dump(), "train": params.train.model_dump()}
     with tracked(params.mlflow, f"train {config.algorithm}", knobs, {"verifier": identity.digest, "drafter": config.algorithm}) as log:

@@ -1,0 +1,170 @@
+"""Training resumes exactly, survives kill -9 during a checkpoint, and can overfit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.drafters.shapes import config, name_of
+from tests.train.material import LAYER_IDS, make_material
+
+from stages.drafters.draft import greedy_drafts
+from stages.drafters.model import Drafter
+from stages.params import Train
+from stages.train import loop, state
+from stages.train.data import TrainingSet, choose_draft_vocabulary, sample_order
+
+SHAPE: dict[str, Any] = {"layer_ids": LAYER_IDS, "block_size": 8}
+
+
+def quiet(metrics: dict[str, float], step: int) -> None:
+    """A log that nobody reads."""
+
+
+def build(verifier: Path, count: int, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Drafter, TrainingSet]:
+    samples, dump, frozen = make_material(verifier, count)
+    vocab = len(frozen.embedding)
+    shape = config(vocab=vocab, **{"draft_vocab_size": vocab, **SHAPE, **changes})
+    ids = choose_draft_vocabulary(samples, shape.draft_vocab_size, vocab, [2]) if shape.reduced_vocabulary else None
+    torch.manual_seed(0)
+    return Drafter(shape, frozen, ids), TrainingSet(samples, dump, frozen, ids, dtype)  # type: ignore[arg-type]
+
+
+def settings(**changes: Any) -> Train:
+    return Train.model_validate(
+        {"steps": 40, "sequences_per_step": 2, "anchors_per_sequence": 6, "precision": "fp32", "checkpoint_every": 5, "validation_every": 1000, **changes}
+    )
+
+
+def same(a: Drafter, b: Drafter) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_interrupted_and_resumed_equals_uninterrupted(precision: str, tiny_verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same losses, learning rates and weights, bit for bit: stopped after step 17, the state of step 15 is continued."""
+    params = settings(precision=precision)
+    whole, data = build(tiny_verifier, 5, loop.DTYPES[precision], draft_vocab_size=300)
+    curve = loop.train(whole, data, data, params, tmp_path / "whole", quiet)
+
+    part, data = build(tiny_verifier, 5, loop.DTYPES[precision], draft_vocab_size=300)
+    original = loop.objective
+    calls = 0
+
+    def stops(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 18:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(loop, "objective", stops)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(part, data, data, params, tmp_path / "part", quiet)
+    monkeypatch.setattr(loop, "objective", original)
+    resumed, data = build(tiny_verifier, 5, loop.DTYPES[precision], draft_vocab_size=300)
+    rest = loop.train(resumed, data, data, params, tmp_path / "part", quiet)
+    assert [p.step for p in rest] == list(range(15, 40))
+    assert rest == curve[15:]
+    assert same(resumed, whole)
+
+
+def test_kill_9_while_a_checkpoint_is_written_leaves_the_previous_one(tmp_path: Path) -> None:
+    """The newest readable state is always whole."""
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        from pathlib import Path
+        from stages.train import state
+        model = torch.nn.Linear(600, 600)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 600)).sum().backward(); optimizer.step()
+        step = 0
+        while True:
+            step += 1
+            state.save(Path(sys.argv[1]), step, model, optimizer)
+            print(step, flush=True)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(0.013)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    model = torch.nn.Linear(600, 600)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert state.restore(tmp_path, model, optimizer) >= 3
+
+
+def test_each_epoch_uses_every_sample_once() -> None:
+    order = [index for step in sample_order(7, 3, 14, seed=1) for index in step]
+    for epoch in range(6):
+        assert sorted(order[7 * epoch : 7 * epoch + 7]) == list(range(7))
+    assert sample_order(7, 3, 5, 1) == sample_order(7, 3, 14, 1)[:5]
+
+
+def test_learning_rate_warms_up_and_ends_at_nothing() -> None:
+    params = settings(steps=100, warmup_fraction=0.1, learning_rate=1.0)
+    rates = [loop.learning_rate(step, params) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[-1] < 0.01
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates)
+
+
+def test_draft_vocabulary_is_padded_deterministically(tiny_verifier: Path) -> None:
+    """Ten samples use far fewer tokens than asked for: the rest are the lowest unused ids, EOS is always in."""
+    samples, _, frozen = make_material(tiny_verifier, 3)
+    vocab = len(frozen.embedding)
+    large = choose_draft_vocabulary(samples, 400, vocab, [2])
+    assert large.tolist() == sorted(set(large.tolist()))
+    assert len(large) == 400
+    assert 2 in large
+    used = {token for s in samples for token, m in zip(s.input_ids, s.loss_mask, strict=True) if m}
+    assert used <= set(large.tolist())
+    small = choose_draft_vocabulary(samples, 4, vocab, [2])
+    assert len(small) == 4
+    assert 2 in small
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sample_from_anchor": True},
+        {"algorithm": "dflash", "markov_rank": 0, "confidence_head": False, "confidence_head_with_markov": False},
+        {
+            "algorithm": "dflash",
+            "markov_rank": 0,
+            "confidence_head": False,
+            "confidence_head_with_markov": False,
+            "sample_from_anchor": True,
+        },
+    ],
+    ids=name_of,
+)
+def test_overfitting_one_sample_drafts_nearly_the_whole_block(changes: dict[str, Any], tiny_verifier: Path, tmp_path: Path) -> None:
+    """A slot that is trained on the wrong token or weighted 0, or a Markov head fed the wrong one, shows here at once."""
+    model, data = build(tiny_verifier, 1, **changes)
+    params = settings(steps=250, sequences_per_step=1, anchors_per_sequence=40, learning_rate=3e-3, loss={"ce": 1.0, "tv": 0.9}, checkpoint_every=1000)
+    loop.train(model, data, None, params, tmp_path, quiet)
+    sample = data.samples[0]
+    tokens = torch.tensor(sample.input_ids)
+    states = data.dump.read(sample.id, sample.input_ids).hidden_states[:, :-1].flatten(1)
+    k = model.config.draft_tokens
+    anchors = torch.arange(sample.prompt_length - 1, len(tokens) - 1 - k)
+    drafts = greedy_drafts(model, states, tokens[anchors], anchors).tokens
+    truth = tokens[anchors[:, None] + torch.arange(1, k + 1)]
+    length = 1 + (drafts == truth).int().cumprod(1).sum(1).float().mean().item()
+    assert length >= 0.9 * model.config.block_size
