@@ -82,7 +82,7 @@ def run(params: Params, output: Path) -> None:
     identity = read_identity()
     directory = verifier_directory(identity)
     dump: Dump = open_dump(OUTPUTS / "extract" / "manifest.json", identity.digest)
-    config = drafter_config(params.drafter, identity, dump.plan.layer_ids[:-1], read_json(directory / "config.json"))
+    config = drafter_config(params.drafter, identity, list(dump.plan.layer_ids[:-1]), read_json(directory / "config.json"))
     dtype = DTYPES[params.train.precision]
     threads = set_threads(params.train.threads)
     frozen = load_frozen(directory, dtype)

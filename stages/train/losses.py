@@ -47,15 +47,15 @@ def rows_per_chunk(vocabulary: int) -> int:
 
 def log_normalisers(states: Tensor, head: Tensor) -> Tensor:
     """`[U]` fp32 log-sum-exp of `states @ head.T` (`[U, H]`, `[V, H]`), a chunk of rows at a time."""
-    chunks = states.split(rows_per_chunk(len(head)))
-    return torch.cat([torch.logsumexp((chunk @ head.T).float(), dim=-1) for chunk in chunks]) if len(states) else states.new_zeros(0).float()
+    chunks = torch.split(states, rows_per_chunk(len(head)))
+    return torch.cat([torch.logsumexp((chunk @ head.T).float(), dim=-1) for chunk in chunks])
 
 
 class _VocabularyLoss(torch.autograd.Function):
     """Weighted CE and L1 of all slots; gradients are made in the forward pass, chunk by chunk."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float, backward: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = hidden.dtype
@@ -71,7 +71,7 @@ class _VocabularyLoss(torch.autograd.Function):
         l1 = torch.zeros_like(losses)
         grad_inputs = torch.zeros_like(inputs) if backward else None
         grad_w2 = torch.zeros(w2.shape, dtype=losses.dtype, device=hidden.device) if backward and w2 is not None else None
-        for chunk in order.split(rows_per_chunk(len(head))):
+        for chunk in torch.split(order, rows_per_chunk(len(head))):
             x = inputs[chunk]
             q = torch.softmax((x @ output.T).to(losses.dtype), dim=-1)
             rows, inverse = torch.unique_consecutive(targets.rows[chunk], return_inverse=True)
@@ -133,7 +133,7 @@ def vocabulary_loss(
     Returns:
         The scalar loss and each slot's L1 distance `[N]`, without gradient (acceptance is 1 − ½ of it).
     """
-    loss, l1, _ = _VocabularyLoss.apply(hidden, features, w2, head, targets, ce, tv, torch.is_grad_enabled())
+    loss, l1, _ = _VocabularyLoss.apply(hidden, features, w2, head, targets, ce, tv, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return loss, l1
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.drafters.shapes import config, drafter
-from tests.train.material import LAYER_IDS
 
 from stages.artifacts import read_manifest, write_json, write_manifest
 from stages.convert.__main__ import portable_name, run
@@ -22,6 +20,8 @@ from stages.pairing.identity import VerifierIdentity, compute_identity
 from stages.pairing.lock import check_pair
 from stages.pairing.store import publish_link
 from stages.params import Params, read_params
+from tests.drafters.shapes import config, drafter
+from tests.train.material import LAYER_IDS
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.drafters.shapes import KINDS, config, drafter, frozen, name_of
-from tests.tiny import make_verifier
 
 from stages.drafters.checkpoint import load_drafter, load_trained, save_checkpoint, save_trained, tensor_names
 from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
 from stages.errors import ArtifactError
 from stages.pairing.frozen import load_frozen
+from tests.drafters.shapes import KINDS, config, drafter, frozen, name_of
+from tests.tiny import make_verifier
 
 
 def logits(model: Drafter) -> torch.Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.drafters.shapes import KINDS, config, drafter, name_of
 
 from stages.drafters.draft import greedy_draft, greedy_drafts
 from stages.drafters.layers import block_attention
 from stages.drafters.model import Blocks, Drafter, make_segments
+from tests.drafters.shapes import KINDS, config, drafter, name_of
 
 LENGTH = 20
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.drafters.shapes import config, name_of
-from tests.train.material import LAYER_IDS, make_material
 
 from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
 from stages.params import Train
 from stages.train import loop, state
 from stages.train.data import TrainingSet, choose_draft_vocabulary, sample_order
+from tests.drafters.shapes import config, name_of
+from tests.train.material import LAYER_IDS, make_material
 
 SHAPE: dict[str, Any] = {"layer_ids": LAYER_IDS, "block_size": 8}
 

@@ -52,7 +52,11 @@ def reference(inputs: dict[str, Tensor], head: Tensor, targets: Targets, ce: flo
 def ours(inputs: dict[str, Tensor], head: Tensor, targets: Targets, dtype: torch.dtype, ce: float, tv: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     x = {name: value.to(dtype).clone().requires_grad_() for name, value in inputs.items()}
     cast = Targets(
-        targets.states.to(dtype), None if targets.log_normaliser is None else targets.log_normaliser.float(), targets.rows, targets.labels, targets.weights.float()
+        targets.states.to(dtype),
+        None if targets.log_normaliser is None else targets.log_normaliser.float(),
+        targets.rows,
+        targets.labels,
+        targets.weights.float(),
     )
     loss, l1 = vocabulary_loss(x["hidden"], x["features"], x["w2"], head.to(dtype), cast, ce, tv)
     (2 * loss).backward()
@@ -116,7 +120,7 @@ def test_works_without_a_markov_head() -> None:
 
 
 def test_perfect_drafter_has_no_distance_and_full_survival() -> None:
-    inputs, head, targets = problem(9, 20, 20, 60, 60, agree=False, missing=False)
+    _, head, targets = problem(9, 20, 20, 60, 60, agree=False, missing=False)
     targets = Targets(targets.states, None, torch.arange(20), targets.labels, targets.weights)
     _, l1 = vocabulary_loss(targets.states, None, None, head, targets, 0.1, 0.9)
     assert l1.max() < 1e-12
