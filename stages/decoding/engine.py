@@ -123,9 +123,10 @@ def engine_environment(model: str) -> dict[str, str]:
 
 
 def prepare_environment(model: str) -> None:
-    """Set them in this process; call before vLLM is imported. What the user has set stays."""
+    """Set them in this process; call before vLLM is imported. What the user has set stays, in-process mode excepted."""
     for name, value in engine_environment(model).items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ input ids of the forward, and `compute_logits` adds each slot's bias in turn, fo
 With `sample_from_anchor: true` slot k is predicted by the row before it, so rows 0 … K-1 of the same forward are used:
 the block that the drafter was trained on is anchor + (block_size − 1) masks, hence K = block_size − 1, one draft fewer than trained.
 
-Read by vLLM, possibly without the rest of Draftline (see infra/vllm_plugin): imports are relative and reach `heads` alone.
+Runs inside vLLM, possibly without the rest of Draftline (see infra/vllm_plugin): of this repository it imports `heads` alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
-from .heads import MarkovHead
+from stages.drafters.heads import MarkovHead
 
 
 class DSparkForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]

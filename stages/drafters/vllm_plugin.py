@@ -23,5 +23,4 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    # The class stands beside this file, in whatever package that is: `stages.drafters`, or the one that infra/vllm_plugin builds.
-    ModelRegistry.register_model(ARCHITECTURE, f"{__name__.rpartition('.')[0]}.vllm_dspark:DSparkForCausalLM")
+    ModelRegistry.register_model(ARCHITECTURE, "stages.drafters.vllm_dspark:DSparkForCausalLM")
