@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from stages.artifacts import digest_json, write_json
 from stages.decoding.engine import Completion, Engine, EngineConfig, Request
 from stages.params import Regeneration
-from stages.prepare.chat import Chat, Tokens
+from stages.prepare.chat import Chat, Tokens, common_length
 from stages.prepare.rows import TO_ANSWER, DroppedRowError, Message, Row
 
 JOURNAL_FORMAT = 1
@@ -194,18 +194,21 @@ class Dialogue:
     def tokens(self) -> Tokens:
         """The conversation as the verifier met it: the last turn's prompt ids and the very ids of its answer.
 
-        An earlier turn is supervised where the last prompt holds exactly the ids that the verifier wrote; a template
-        or tokenizer that writes them otherwise makes them context (`rewritten`).
+        An earlier turn is supervised as far as the last prompt holds exactly the ids that the verifier wrote, after
+        exactly the ids that it wrote them after. From where a template or the tokenizer writes them otherwise (an
+        answer cut at max_tokens, reasoning taken out of history) they are context, and the turn counts as `rewritten`.
         """
         prompt, answer = self.turns[-1]
         ids = prompt + answer.token_ids
-        spans = []
+        spans, rewritten = [], 0
         for earlier, words in self.turns[:-1]:
-            end = len(earlier) + len(words.token_ids)
-            if ids[:end] == earlier + words.token_ids:
-                spans.append((len(earlier), end))
+            written = earlier + words.token_ids
+            same = common_length(ids, written)
+            if same > len(earlier):
+                spans.append((len(earlier), same))
+            rewritten += same < len(written)
         spans.append((len(prompt), len(ids)))
-        return Tokens(array("i", ids), tuple(spans), len(prompt), len(self.turns) - len(spans))
+        return Tokens(array("i", ids), tuple(spans), len(prompt), rewritten)
 
 
 def answer_all(dialogues: list[Dialogue], verifier: Verifier, chat: Chat) -> None:

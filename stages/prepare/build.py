@@ -77,7 +77,7 @@ class SplitReport:
         return {
             **_sizes(self.samples),
             "truncated_answers": sum(sample.truncated for sample in self.samples),
-            "unsupervised_rewritten_turns": sum(sample.tokens.rewritten for sample in self.samples),
+            "rewritten_turns": sum(sample.tokens.rewritten for sample in self.samples),
             **{name: self.counts[name] for name in ("cut_samples", "shortened_dialogues")},
             "kinds": {kind: _sizes(group) for kind, group in sorted(kinds.items())},
         }

@@ -46,7 +46,7 @@ class Tokens:
         ids: `[T]` token ids.
         spans: per supervised assistant turn `(start, end)`; `ids[:start]` is its prompt, `ids[start:end]` its own words.
         last_prompt: length of the last assistant turn's prompt.
-        rewritten: earlier assistant turns that the later prompt holds in other tokens, and that are not supervised.
+        rewritten: earlier assistant turns that the last prompt holds in other tokens; they are not supervised, or not to their end.
     """
 
     ids: array[int]

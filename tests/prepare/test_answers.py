@@ -125,6 +125,24 @@ def test_the_verifiers_ids_are_kept_where_the_tokenizer_would_write_them_otherwi
     assert (len(tokens.spans), tokens.rewritten) == (1, 1), "so the first turn's ids stand there otherwise, and are context"
 
 
+def test_an_earlier_turn_is_supervised_up_to_where_history_writes_it_otherwise(chat: Chat) -> None:
+    """An answer cut at max_tokens may end inside a word that the tokenizer joins once it is history."""
+    (whole,) = chat.encode(" the")
+    pieces = [chat.encode(" ")[0], *(chat.encode(letter)[0] for letter in "the")]
+    dialogue = Dialogue(row(user("One?"), TO_ANSWER, user("Two?"), TO_ANSWER), longest_prompt=1000)
+    first = dialogue.next_prompt(chat)
+    assert first is not None
+    dialogue.add(first, Answer([*chat.encode("It is one of"), *pieces], "length"), chat)
+    second = dialogue.next_prompt(chat)
+    assert second is not None
+    dialogue.add(second, words(chat, "two"), chat)
+    tokens = dialogue.tokens()
+    (start, end), _ = tokens.spans
+    assert (start, tokens.ids[start:end].tolist()) == (len(first), chat.encode("It is one of"))
+    assert tokens.ids[end] == whole
+    assert tokens.rewritten == 1
+
+
 def test_a_template_that_rewrites_history_makes_earlier_turns_context(tmp_path: Path) -> None:
     chat = chat_with(tmp_path, THINKING)
     dialogue = Dialogue(row(user("One?"), TO_ANSWER, user("Two?"), TO_ANSWER), longest_prompt=1000)
