@@ -1,0 +1,120 @@
+"""Hidden states out of vLLM, dumped to shards before training.
+
+    python -m stages.extract
+
+Reads the verifier's identity and the train and validation splits; writes `outputs/extract/dumps/<plan>/` and, last,
+`outputs/extract/manifest.json`. A dump that is already there in full is used again without starting an engine; an
+interrupted one goes on at its first unfinished shard.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tqdm import tqdm
+
+from stages.dataset import TokenSample, read_split
+from stages.errors import ParamsError
+from stages.extract.dumps import check_room, largest_shard_bytes, make_spool, prune
+from stages.hidden_states.format import HiddenSample, Plan, data_digest, estimate_bytes
+from stages.hidden_states.launch import ExtractionError, Extractor, Refused
+from stages.hidden_states.shards import ShardWriter
+from stages.pairing.identity import VerifierIdentity, read_identity
+from stages.pairing.store import revalidate
+from stages.params import PARAMS_FILE, Extraction, Params
+from stages.process import OUTPUTS, stage_main
+
+SPLITS = ("train", "validation")
+REJECTED_FRACTION = 0.01
+"""Samples that may be unusable; more mean that something is wrong with all of them."""
+
+
+def check_layers(layer_ids: list[int], num_layers: int) -> None:
+    """Refuse layer ids that the verifier does not have."""
+    for layer in layer_ids:
+        if layer > num_layers:
+            raise ParamsError(f"{PARAMS_FILE}: extraction.layer_ids = {layer_ids}: layer id {layer} is outside the verifier, allowed are 1..{num_layers}")
+
+
+def make_plan(identity: VerifierIdentity, samples: list[TokenSample], extraction: Extraction) -> Plan:
+    """The plan of a dump of `samples`."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    return Plan(
+        verifier=identity.digest,
+        layer_ids=(*extraction.layer_ids, identity.num_layers),
+        hidden_size=identity.hidden_size,
+        dtype=extraction.dtype,
+        max_seq_len=max(lengths),
+        data=data_digest((sample.id, sample.input_ids) for sample in samples),
+        samples=len(samples),
+        tokens=sum(lengths),
+        samples_per_shard=extraction.samples_per_shard,
+        max_num_seqs=extraction.max_num_seqs,
+    )
+
+
+def dump(writer: ShardWriter, samples: list[TokenSample], model: Path, spool: Path, kv_cache_bytes: int) -> None:
+    """Extract the shards that `writer` does not have yet, one engine batch per shard.
+
+    Raises:
+        ExtractionError: the engine does not start, or more samples are unusable than `REJECTED_FRACTION`; what is final stays.
+    """
+    plan = writer.plan
+    allowed = int(REJECTED_FRACTION * plan.samples)
+    rejected = sum(len(entry.rejected) for entry in writer.finished.values())
+    done = sum(len(samples[position].input_ids) for index in writer.finished for position in plan.shard_range(index))
+    with (
+        tqdm(total=plan.tokens, initial=done, desc="extract", unit="tok", unit_scale=True) as bar,
+        Extractor(plan, model, spool, kv_cache_bytes) as extractor,
+    ):
+        for index in range(plan.shards):
+            if index in writer.finished:
+                continue
+            batch = [(samples[position].id, samples[position].input_ids) for position in plan.shard_range(index)]
+            good: list[HiddenSample] = []
+            bad: dict[str, str] = {}
+            for result in extractor.extract(batch, bar.update):
+                if isinstance(result, Refused):
+                    bad[result.id] = result.reason
+                else:
+                    good.append(result)
+            rejected += len(bad)
+            if rejected > allowed:
+                raise ExtractionError(
+                    f"{rejected} of {plan.samples} samples gave unusable hidden states, at most {allowed} may; the last: {next(reversed(bad.values()))}"
+                )
+            writer.write(index, good, bad)
+
+
+def run(params: Params, output: Path) -> None:
+    extraction = params.extraction
+    identity = read_identity()
+    check_layers(extraction.layer_ids, identity.num_layers)
+    samples = [sample for split in SPLITS for sample in read_split(OUTPUTS / "prepare", split)]
+    plan = make_plan(identity, samples, extraction)
+    dumps = output / "dumps"
+    writer = ShardWriter(dumps / plan.digest[:16], plan)
+    manifest = output / "manifest.json"
+    if not writer.complete:
+        model = revalidate(identity)
+        lengths = [len(sample.input_ids) for sample in samples]
+        missing = sum(lengths[position] for index in range(plan.shards) if index not in writer.finished for position in plan.shard_range(index))
+        spool_bytes = largest_shard_bytes(plan, lengths)
+        spool = make_spool(output, spool_bytes)
+        try:
+            check_room(output, plan, missing, spool_bytes if spool.is_relative_to(output) else 0, extraction.disk_reserve_bytes, extraction.ignore_estimate)
+            manifest.unlink(missing_ok=True)
+            dump(writer, samples, model, spool, params.engine.kv_cache_bytes)
+        finally:
+            shutil.rmtree(spool, ignore_errors=True)
+    written = writer.write_manifest(manifest)
+    prune(dumps, writer.directory, extraction.keep_dumps)
+    print(
+        f"extract: {written['samples']} samples, {written['tokens']} tokens, {estimate_bytes(plan) / 1e6:.0f} MB in {plan.shards} shards; "
+        f"{len(written['rejected'])} samples rejected"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(stage_main("extract", run))
