@@ -134,6 +134,8 @@ def draft_parity(
 
     drafter = load_drafter(checkpoint, load_frozen(verifier, torch.float32), torch.float32)
     model = AutoModel.from_pretrained(verifier, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+    # Transformers leaves the scales of a quantised checkpoint in their own dtype, and refuses `model.float()`.
+    torch.nn.Module.float(model)
     chosen = choose_rounds(completions, max_rounds)
     mismatches: list[DraftMismatch] = []
     for prompt, completion, rounds in tqdm(list(zip(prompts, completions, chosen, strict=True)), desc=desc, unit="prompt", disable=desc is None):
