@@ -258,6 +258,7 @@ class Params(Section):
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "verifier": ("verifier", "mlflow"),
+    "inputs": ("prepare",),
     "prepare": ("verifier", "engine", "prepare"),
     "extract": ("engine", "extraction"),
     "train": ("drafter", "train", "mlflow"),

@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
-from stages.artifacts import MANIFEST, file_table, sha256_file, write_json
+from stages.artifacts import MANIFEST, file_table, write_json
 from stages.dataset import SPLITS, write_split
 from stages.decoding.engine import EngineConfig
 from stages.pairing.identity import VerifierIdentity, read_identity
@@ -24,6 +22,7 @@ from stages.params import Prepare as Settings
 from stages.prepare.answers import Journal, Verifier
 from stages.prepare.build import Limits, SplitReport, from_rows, from_verifier, usable
 from stages.prepare.chat import Chat, Tokens
+from stages.prepare.inputs import fingerprint
 from stages.prepare.rows import PrepareError, Tally, input_files, read_rows
 from stages.prepare.splits import KeyedRow, assign, take, with_unique_ids, without_duplicates
 from stages.process import stage_main
@@ -45,24 +44,6 @@ def read(settings: Settings, tally: Tally) -> tuple[list[KeyedRow], list[KeyedRo
     tally.duplicates += duplicates
     unique = with_unique_ids([*held_out, *rows])
     return take(unique[len(held_out) :], settings.limit, tally), unique[: len(held_out)]
-
-
-def fingerprint(settings: Settings) -> dict[str, list[dict[str, Any]]]:
-    """Per params field its files in order: path, size in bytes, sha256."""
-    return {
-        name: [{"path": path.as_posix(), "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in input_files(patterns, f"prepare.{name}")]
-        for name, patterns in (("inputs", settings.inputs), ("evaluation_inputs", settings.evaluation_inputs))
-    }
-
-
-def untracked(inputs: dict[str, list[dict[str, Any]]], graph: Path = Path("dvc.yaml")) -> list[str]:
-    """Input files that lie in no dependency of this stage in `dvc.yaml`: `dvc repro` cannot see them change."""
-    if not graph.is_file():
-        return []
-    listed = YAML(typ="safe", pure=True).load(graph.read_text(encoding="utf-8"))["stages"]["prepare"]["deps"]
-    tracked = [Path(path).resolve() for path in listed if isinstance(path, str)]
-    files = [entry["path"] for entries in inputs.values() for entry in entries]
-    return [path for path in files if not any(Path(path).resolve().is_relative_to(place) for place in tracked)]
 
 
 def failure(what: str, tally: Tally, chat: Chat) -> PrepareError:
@@ -160,8 +141,6 @@ def run(params: Params, output: Path) -> None:
     }
     write_json(output / MANIFEST, {"format": FORMAT, "verifier": identity.digest, "inputs": inputs, "report": report, "files": files})
     print(describe(report))
-    for path in untracked(inputs):
-        print(f"draftline prepare: {path} is no dependency in dvc.yaml: after changing it, run dvc repro -f prepare", file=sys.stderr)
 
 
 def describe(report: dict[str, Any]) -> str:

@@ -68,7 +68,9 @@ def check_mask_token(samples: list[TokenSample], mask_token_id: int) -> None:
     """A mask token that chats use would make a drafted position look like a known one."""
     found = sum(mask_token_id in sample.input_ids for sample in samples)
     if found:
-        raise DraftlineError(f"params.yaml: drafter.mask_token_id = {mask_token_id}: occurs in {found} of {len(samples)} training samples; choose one that never does")
+        raise DraftlineError(
+            f"params.yaml: drafter.mask_token_id = {mask_token_id}: occurs in {found} of {len(samples)} training samples; choose one that never does"
+        )
 
 
 def round_parameters(drafter: Drafter, dtype: torch.dtype) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from stages.artifacts import read_manifest, sha256_file
 from stages.dataset import SPLITS, read_split
 from stages.pairing.identity import read_identity
-from stages.prepare.__main__ import untracked
+from stages.params import read_params
+from stages.prepare.inputs import fingerprint
 from stages.prepare.rows import PrepareError
 from tests.paths import REPOSITORY, shared
 from tests.prepare.project import chat, make_project, prepare
@@ -209,11 +210,17 @@ def test_no_room_to_answer_is_refused(tiny_verifier: Path) -> None:
         prepare()
 
 
-def test_files_that_dvc_does_not_watch_are_named(tmp_path: Path) -> None:
-    inputs = {"inputs": [{"path": "data/prompts/a.jsonl"}, {"path": "../b.jsonl"}], "evaluation_inputs": [{"path": "data/promptsx/c.jsonl"}]}
-    assert untracked(inputs) == [], "no graph here"
-    Path("dvc.yaml").write_bytes((REPOSITORY / "dvc.yaml").read_bytes())
-    assert untracked(inputs) == ["../b.jsonl", "data/promptsx/c.jsonl"]
+def test_one_edited_byte_of_an_input_changes_what_prepare_depends_on(tiny_verifier: Path) -> None:
+    """DVC cannot list files that a glob finds outside the repository: `inputs` digests them for it."""
+    make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(3)]})
+    params = read_params()
+    before = fingerprint(params.prepare, Path("digests.json"))
+    assert fingerprint(params.prepare, Path("digests.json")) == before
+    path = Path("a.jsonl")
+    path.write_bytes(path.read_bytes().replace(b"1", b"7", 1))
+    after = fingerprint(params.prepare, Path("digests.json"))
+    assert [entry["path"] for entry in after["inputs"]] == [entry["path"] for entry in before["inputs"]]
+    assert after != before
 
 
 def test_the_command_reports_one_line_and_a_status(tiny_verifier: Path) -> None:
