@@ -97,7 +97,6 @@ class Prepare(Section):
 class Extraction(Section):
     """The verifier's hidden states, taken out of vLLM."""
 
-    mode: Literal["offline"] = Field("offline", description="offline: dumped to shards before training.")
     layer_ids: list[int] = Field(
         min_length=1, max_length=8, description="Tapped layers, ascending: id i is the residual stream entering layer i, 1 <= i <= number of layers."
     )
