@@ -47,24 +47,31 @@ def train_variant(directory: Path, params: Params, **changes: Any) -> Path:
     Returns:
         A speculators checkpoint below `directory`.
     """
+    drafter, data = new_drafter(params, **changes)
+    train(drafter, data, None, params.train, directory / "work", lambda metrics, step: None)
+    return export(directory / "checkpoint", drafter.config, drafter.state_dict(), data.draft_ids, params.verifier.name)
+
+
+def new_drafter(params: Params, **changes: Any) -> tuple[Drafter, TrainingSet]:
+    """A drafter with its initial weights, and the demo's training samples."""
     identity = read_identity()
-    verifier = verifier_directory(identity)
     dump = open_dump(OUTPUTS / "extract" / "manifest.json", identity.digest)
     base = DrafterConfig.model_validate(read_json(OUTPUTS / "train" / "drafter" / "config.json"))
     config = DrafterConfig.model_validate(base.model_dump() | changes)
     set_threads(params.train.threads)
     dtype = DTYPES[params.train.precision]
-    frozen = load_frozen(verifier, dtype)
+    frozen = load_frozen(verifier_directory(identity), dtype)
     samples = read_split(OUTPUTS / "prepare", "train")
     ids = choose_draft_vocabulary(samples, config.draft_vocab_size, config.vocab_size, identity.eos_token_ids) if config.reduced_vocabulary else None
     torch.manual_seed(params.train.seed)
-    drafter = Drafter(config, frozen, ids)
-    train(drafter, TrainingSet(samples, dump, frozen, ids, dtype), None, params.train, directory / "work", lambda metrics, step: None)
-    exact = load_frozen(verifier, torch.float32)
-    finished = Drafter(config, exact, ids)
-    finished.load_state_dict(drafter.state_dict())
-    checkpoint = directory / "checkpoint"
-    save_checkpoint(checkpoint, finished, params.verifier.name, [], torch.bfloat16)
+    return Drafter(config, frozen, ids), TrainingSet(samples, dump, frozen, ids, dtype)
+
+
+def export(checkpoint: Path, config: DrafterConfig, state: dict[str, torch.Tensor], draft_ids: torch.Tensor | None, verifier: str) -> Path:
+    """Write trained tensors as a speculators checkpoint in bf16."""
+    finished = Drafter(config, load_frozen(verifier_directory(read_identity()), torch.float32), draft_ids)
+    finished.load_state_dict({name: state[name].float() for name in finished.state_dict()})
+    save_checkpoint(checkpoint, finished, verifier, [], torch.bfloat16)
     return checkpoint
 
 

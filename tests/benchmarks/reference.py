@@ -1,0 +1,92 @@
+"""The trainer of the `speculators` package, driven on a CPU: its model, its loss, its anchors, in a plain loop.
+
+Its defaults fail on a CPU (flex attention has no backward there, the fused loss needs Triton), so attention is `sdpa` and the
+loss `eager`: what its own documentation offers instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.pairing.identity import read_identity
+from stages.pairing.store import verifier_directory
+from stages.params import Params
+from stages.train.data import TrainingSet, sample_order
+from tests.benchmarks.variants import export, new_drafter
+
+WARMUP = 0.04
+
+
+def build(directory: Path, params: Params) -> tuple[Any, TrainingSet]:
+    """Its model with our initial weights, shape and draft vocabulary."""
+    from speculators.models.dspark import DSparkDraftModel
+    from speculators.models.dspark.config import DSparkSpeculatorConfig
+
+    drafter, data = new_drafter(params)
+    initial = export(directory / "initial", drafter.config, drafter.state_dict(), data.draft_ids, str(verifier_directory(read_identity())))
+    config = DSparkSpeculatorConfig.from_pretrained(initial)
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    model = DSparkDraftModel.from_pretrained(initial, config=config, dtype=torch.float32)
+    model.load_verifier_weights()
+    return model.train(), data
+
+
+def batch(data: TrainingSet, indices: list[int]) -> dict[str, torch.Tensor]:
+    """Sequences packed the way its collator does: one row, a document id per sequence."""
+    hidden, last, ids, masks, documents, positions = [], [], [], [], [], []
+    for document, index in enumerate(indices):
+        sample = data.samples[index]
+        states = data.dump.read(sample.id, sample.input_ids).hidden_states.to(torch.bfloat16)
+        hidden.append(states[:, :-1].flatten(1))
+        last.append(states[:, -1])
+        ids.append(torch.tensor(sample.input_ids))
+        masks.append(torch.tensor(sample.loss_mask))
+        documents.append(torch.full((len(states),), document))
+        positions.append(torch.arange(len(states)))
+    return {
+        "hidden_states": torch.cat(hidden)[None],
+        "verifier_last_hidden_states": torch.cat(last)[None],
+        "input_ids": torch.cat(ids)[None],
+        "loss_mask": torch.cat(masks)[None],
+        "document_ids": torch.cat(documents)[None],
+        "position_ids": torch.cat(positions)[None],
+    }
+
+
+def train_reference(directory: Path, params: Params, seconds: float) -> tuple[Path, int]:
+    """Train for `seconds` of wall clock with our peak learning rate and the same schedule over that time.
+
+    Returns:
+        A checkpoint and the number of steps made.
+    """
+    model, data = build(directory, params)
+    settings = params.train
+    losses = {"loss_fn": json.dumps({"ce": settings.loss.ce, "tv": settings.loss.tv}), "loss_implementation": "eager"}
+    arguments, _ = type(model).get_trainer_kwargs(
+        **losses, max_anchors=settings.anchors_per_sequence * settings.sequences_per_step, dflash_decay_gamma=settings.decay_gamma
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    order = sample_order(len(data), settings.sequences_per_step, 10**5, settings.seed)
+    start = time.monotonic()
+    steps = 0
+    while (elapsed := time.monotonic() - start) < seconds:
+        done = elapsed / seconds
+        rate = min(1.0, (done + 1e-3) / WARMUP) if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * rate
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, loss, _ = model(**batch(data, order[steps]), **arguments)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, settings.grad_clip)
+        optimizer.step()
+        steps += 1
+    drafter, _ = new_drafter(params)
+    return export(directory / "checkpoint", drafter.config, model.state_dict(), data.draft_ids, params.verifier.name), steps
