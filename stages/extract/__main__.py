@@ -10,7 +10,9 @@ interrupted one goes on at its first unfinished shard.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -54,27 +56,31 @@ def make_plan(identity: VerifierIdentity, samples: list[TokenSample], extraction
     )
 
 
-def dump(writer: ShardWriter, samples: list[TokenSample], model: Path, spool: Path, kv_cache_bytes: int) -> None:
-    """Extract the shards that `writer` does not have yet, one engine batch per shard.
+class Source(Protocol):
+    """What gives hidden states: an engine (`Extractor`)."""
+
+    def extract(self, samples: list[tuple[str, list[int]]], on_done: Callable[[int], object] | None = None) -> Iterator[HiddenSample | Refused]:
+        """See `Extractor.extract`."""
+
+
+def dump(writer: ShardWriter, samples: list[TokenSample], source: Source) -> None:
+    """Extract the shards that `writer` does not have yet, one batch per shard.
 
     Raises:
-        ExtractionError: the engine does not start, or more samples are unusable than `REJECTED_FRACTION`; what is final stays.
+        ExtractionError: more samples are unusable than `REJECTED_FRACTION`; what is final stays.
     """
     plan = writer.plan
     allowed = int(REJECTED_FRACTION * plan.samples)
     rejected = sum(len(entry.rejected) for entry in writer.finished.values())
     done = sum(len(samples[position].input_ids) for index in writer.finished for position in plan.shard_range(index))
-    with (
-        tqdm(total=plan.tokens, initial=done, desc="extract", unit="tok", unit_scale=True) as bar,
-        Extractor(plan, model, spool, kv_cache_bytes) as extractor,
-    ):
+    with tqdm(total=plan.tokens, initial=done, desc="extract", unit="tok", unit_scale=True) as bar:
         for index in range(plan.shards):
             if index in writer.finished:
                 continue
             batch = [(samples[position].id, samples[position].input_ids) for position in plan.shard_range(index)]
             good: list[HiddenSample] = []
             bad: dict[str, str] = {}
-            for result in extractor.extract(batch, bar.update):
+            for result in source.extract(batch, bar.update):
                 if isinstance(result, Refused):
                     bad[result.id] = result.reason
                 else:
@@ -105,7 +111,8 @@ def run(params: Params, output: Path) -> None:
         try:
             check_room(output, plan, missing, spool_bytes if spool.is_relative_to(output) else 0, extraction.disk_reserve_bytes, extraction.ignore_estimate)
             manifest.unlink(missing_ok=True)
-            dump(writer, samples, model, spool, params.engine.kv_cache_bytes)
+            with Extractor(plan, model, spool, params.engine.kv_cache_bytes) as extractor:
+                dump(writer, samples, extractor)
         finally:
             shutil.rmtree(spool, ignore_errors=True)
     written = writer.write_manifest(manifest)

@@ -85,7 +85,7 @@ def start_error(error: Exception, kv_cache_bytes: int) -> ExtractionError:
     if needed is not None:
         return ExtractionError(
             f"params.yaml: engine.kv_cache_bytes = {kv_cache_bytes}: the extracting engine needs {needed[1]} GiB "
-            f"({int(float(needed[1]) * 2**30) + 1} bytes) for its longest sample, whose hidden states lie in the same cache"
+            f"({int((float(needed[1]) + 0.01) * 2**30)} bytes) for its longest sample, whose hidden states lie in the same cache"
         )
     return ExtractionError(f"the extracting engine did not start: {type(error).__name__}: {text}")
 

@@ -3,8 +3,8 @@
     python -m tests.hidden_states.engine_run JOB.json OUT.safetensors
 
 The job: {"plan", "model", "spool", "kv_cache_bytes", "batches": [[[id, token ids], …], …]}. The output holds, for each
-sample, `<batch>/<id>/hidden_states` and `<batch>/<id>/token_ids`; OUT.txt what the connector says to an engine with
-prefix caching.
+sample, `<batch>/<id>/hidden_states` and `<batch>/<id>/token_ids`; OUT.json what is said to an engine with prefix
+caching, and to one whose cache is too small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import Extractor, engine_arguments, prepare_environment
+from stages.hidden_states.launch import ExtractionError, Extractor, engine_arguments, prepare_environment
 from tests.paths import REPOSITORY
 
 Batch = list[tuple[str, list[int]]]
@@ -29,10 +29,11 @@ Batch = list[tuple[str, list[int]]]
 
 @dataclass(frozen=True)
 class EngineRun:
-    """For each batch, id → sample; and the connector's answer to prefix caching."""
+    """For each batch, id → sample; and the errors of engines that must not start."""
 
     batches: list[dict[str, HiddenSample]]
     prefix_caching: str
+    small_cache: str
 
 
 def run_engine(folder: Path, plan: Plan, model: Path, batches: list[Batch], kv_cache_bytes: int = 1 << 26) -> EngineRun:
@@ -48,7 +49,7 @@ def run_engine(folder: Path, plan: Plan, model: Path, batches: list[Batch], kv_c
         {sample: HiddenSample(sample, tensors[f"{index}/{sample}/token_ids"], tensors[f"{index}/{sample}/hidden_states"]) for sample, _ in batch}
         for index, batch in enumerate(batches)
     ]
-    return EngineRun(extracted, out.with_suffix(".txt").read_text())
+    return EngineRun(extracted, **json.loads(out.with_suffix(".json").read_text()))
 
 
 def engine_environment() -> dict[str, str]:
@@ -75,7 +76,7 @@ def main(job_path: str, out: str) -> None:
     job = json.loads(Path(job_path).read_text())
     plan, model, spool = Plan.from_json(job["plan"]), Path(job["model"]), Path(job["spool"])
     prepare_environment()
-    Path(out).with_suffix(".txt").write_text(refuse_prefix_caching(engine_arguments(plan, model, spool, job["kv_cache_bytes"])))
+    errors = {"prefix_caching": refuse_prefix_caching(engine_arguments(plan, model, spool, job["kv_cache_bytes"]))}
     tensors: dict[str, torch.Tensor] = {}
     with Extractor(plan, model, spool, job["kv_cache_bytes"]) as extractor:
         for index, batch in enumerate(job["batches"]):
@@ -83,7 +84,12 @@ def main(job_path: str, out: str) -> None:
                 assert isinstance(sample, HiddenSample), sample
                 tensors[f"{index}/{sample.id}/hidden_states"] = sample.hidden_states
                 tensors[f"{index}/{sample.id}/token_ids"] = sample.token_ids
+    try:
+        Extractor(plan, model, spool, kv_cache_bytes=1 << 16).close()
+    except ExtractionError as error:
+        errors["small_cache"] = str(error)
     save_file(tensors, out)
+    Path(out).with_suffix(".json").write_text(json.dumps(errors))
 
 
 if __name__ == "__main__":

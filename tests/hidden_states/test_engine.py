@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from stages.hidden_states.format import HiddenSample
-from stages.hidden_states.launch import MIN_BATCHED_TOKENS, start_error
+from stages.hidden_states.launch import MIN_BATCHED_TOKENS
 from tests.hidden_states.engine_run import Batch, EngineRun, run_engine
 from tests.hidden_states.samples import make_plan
 
@@ -112,9 +113,5 @@ def test_an_engine_with_prefix_caching_is_refused_by_the_connector(engine: Engin
     assert "prefix caching must be off" in engine.prefix_caching
 
 
-def test_a_cache_that_is_too_small_names_its_knob() -> None:
-    error = start_error(
-        ValueError("To serve at least one request with the models's max seq len (2048), (1.50 GiB KV cache is needed, which is larger"), 1 << 20
-    )
-    assert "engine.kv_cache_bytes = 1048576" in str(error)
-    assert "1610612737 bytes" in str(error)
+def test_a_cache_that_is_too_small_is_one_line_with_its_knob_and_what_it_must_hold(engine: EngineRun) -> None:
+    assert re.fullmatch(r"params\.yaml: engine\.kv_cache_bytes = 65536: the extracting engine needs [\d.]+ GiB \(\d+ bytes\) .*", engine.small_cache)
