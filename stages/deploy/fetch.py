@@ -58,7 +58,7 @@ def _source(uri: str, registered: dict[str, Any]) -> str:
             version = client.get_model_version(registered["name"], str(registered["version"]))
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise VersionError(f"{_name(registered)} is not in the registry (deleted?); register again: dvc repro -f register deploy") from None
+                raise VersionError(f"{_name(registered)} is not in the registry (deleted?); register again: dvc repro -f -s register deploy") from None
             raise
         found = version.tags.get("content")
         if found != registered["content"]:

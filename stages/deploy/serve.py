@@ -42,7 +42,7 @@ def ready_plan(path: Path = PLAN) -> dict[str, Any]:
     plan: dict[str, Any] = read_json(path)
     engine = installed_engine()
     if engine != plan["engine"]:
-        raise DraftlineError(f"{path}: made for {plan['engine']}, installed is {engine}; run dvc repro -f deploy")
+        raise DraftlineError(f"{path}: made for {plan['engine']}, installed is {engine}; run dvc repro -f -s deploy")
     checkpoint = fetch(plan["registered"])
     require_pair(checkpoint, compute_identity(Path(plan["verifier"]["directory"]), DIGEST_CACHE))
     require_free_port(plan)
