@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stages.artifacts import sha256_bytes
+from stages.hidden_states.format import all_finite
 from stages.hidden_states.sinks import Sink
 
 QUEUE_SAMPLES = 8
@@ -95,7 +96,7 @@ class Writer:
             try:
                 if ready is not None:
                     ready.synchronize()
-                if bool(states.isfinite().all()):
+                if all_finite(states):
                     self._sink.put(key, {"hidden_states": states, "token_ids": torch.tensor(token_ids, dtype=torch.int64)})
                 else:
                     self._sink.refuse(key, "hidden states that are not finite")

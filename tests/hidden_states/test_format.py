@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from stages.hidden_states.format import Plan, data_digest, estimate_bytes, refusal
+from stages.hidden_states.format import Plan, all_finite, data_digest, estimate_bytes, refusal
 from tests.hidden_states.samples import make_plan, make_samples
 
 
@@ -60,6 +60,19 @@ def test_a_fresh_sample_is_refused_for_its_length_its_tokens_its_dtype_and_value
         broken = sample.hidden_states.clone()
         broken[2, 1, 3] = value
         assert "not finite" in (reason(states=broken) or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_finiteness_is_exact(dtype: torch.dtype) -> None:
+    huge = torch.full((300, 3, 8), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite(huge), "finite, although the sum is not"
+    for value in (float("nan"), float("inf"), float("-inf")):
+        states = torch.randn(300, 3, 8).to(dtype)
+        assert all_finite(states)
+        states[299, 2, 7] = value
+        assert not all_finite(states)
+        states[0, 0, 0] = -value
+        assert not all_finite(states)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
