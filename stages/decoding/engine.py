@@ -116,6 +116,8 @@ def engine_environment(model: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
+        # vLLM pins its threads; spinning, they would fight for their cores with whatever else runs there.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     if Path(model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -85,19 +84,6 @@ def describe(config: EngineConfig) -> str:
     return f"vLLM with {config.model} ({config.dtype}, {method})"
 
 
-def process_environment(model: str) -> dict[str, str]:
-    """The child's environment: ours, completed by what the engine needs; what the user has set stays.
-
-    The CPU wheel brings Intel's OpenMP runtime, which has to be loaded before PyTorch loads its own. With GNU's, the two pinned
-    threads of an engine wait for each other by spinning: measured on two busy cores, 26 to 79 s for what takes 0.6 s.
-    """
-    environment = {**engine_environment(model), **os.environ}
-    runtime = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if runtime.is_file():
-        environment.setdefault("LD_PRELOAD", str(runtime))
-    return environment
-
-
 class EngineProcess:
     """An engine in a process of its own, asked batch by batch; use it in a `with` statement.
 
@@ -124,7 +110,7 @@ class EngineProcess:
         # Warnings about libraries' own deprecations: nothing that a user of the pipeline can act on.
         command = [sys.executable, "-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", "-m", module, str(os.getpid())]
         self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=process_environment(config.model)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env={**engine_environment(config.model), **os.environ}
         )
         self._send({"config": asdict(config)})
 
