@@ -21,7 +21,8 @@ from stages.process import OUTPUTS
 
 def verifier_line(params: Params, identity: VerifierIdentity) -> str:
     architecture = (identity.architecture.get("architectures") or ["?"])[0]
-    quantization = identity.quantization.get("method") or "not quantised"
+    method = identity.quantization["method"]
+    quantization = "not quantised" if method == "none" else f"{method} {identity.quantization['bits']} bits"
     return (
         f"{params.verifier.name} · {architecture}, {identity.num_layers} layers × {identity.hidden_size}, vocabulary {identity.vocab_size}, "
         f"{quantization} · identity {identity.digest[:12]}"

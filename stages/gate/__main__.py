@@ -22,7 +22,7 @@ from stages.decoding.speculative import spec_config
 from stages.errors import ArtifactError, DraftlineError
 from stages.gate.cases import WHOLE, Case, coverage, held_out, long_prompt, short_limits
 from stages.gate.judge import NEAR_TIE, WRONG, tally
-from stages.gate.proof import REFERENCE, Run, Start, compare
+from stages.gate.proof import REFERENCE, Run, Start, compare, quantises_activations
 from stages.pairing.identity import read_identity
 from stages.pairing.lock import require_pair
 from stages.pairing.store import verifier_directory
@@ -36,9 +36,11 @@ def make_cases(samples: list[TokenSample], settings: Gate, max_model_len: int) -
     return [*cases, long_prompt(samples, settings.max_tokens, max_model_len), *short_limits(cases)]
 
 
-def drafts_report(checkpoint: Path, verifier: Path, reference: Run, settings: Gate) -> tuple[dict[str, Any], list[str]]:
-    """The engine's drafts in fp32 against our own forward.
+def drafts_report(checkpoint: Path, verifier: Path, drafted: Run, rounds: int, near_tie: float) -> tuple[dict[str, Any], list[str]]:
+    """The engine's drafts against our own forward (fp32).
 
+    Args:
+        rounds: how many to compare. near_tie: smallest gap between our logits of the two tokens that is wrong.
     Returns:
         What the report says of it, and a line for each draft that no rounding explains.
     """
@@ -46,12 +48,10 @@ def drafts_report(checkpoint: Path, verifier: Path, reference: Run, settings: Ga
     from stages.decoding.parity import draft_parity
 
     # The other cases repeat rounds of these.
-    whole = [index for index, case in enumerate(reference.cases) if case.why in WHOLE]
-    prompts = [reference.cases[index].request.prompt_ids for index in whole]
-    parity = draft_parity(
-        checkpoint, verifier, prompts, [reference.drafted[index] for index in whole], settings.parity_rounds, desc="gate: drafts, our own forward"
-    )
-    wrong = [mismatch for mismatch in parity.mismatches if mismatch.gap >= settings.fp32_near_tie]
+    whole = [index for index, case in enumerate(drafted.cases) if case.why in WHOLE]
+    prompts = [drafted.cases[index].request.prompt_ids for index in whole]
+    parity = draft_parity(checkpoint, verifier, prompts, [drafted.drafted[index] for index in whole], rounds, desc="gate: drafts, our own forward")
+    wrong = [mismatch for mismatch in parity.mismatches if mismatch.gap >= near_tie]
     report = {
         "rounds": parity.rounds,
         "tokens": parity.tokens,
@@ -66,23 +66,38 @@ def drafts_report(checkpoint: Path, verifier: Path, reference: Run, settings: Ga
     return report, [f"draft of {mismatch.line()}" for mismatch in wrong]
 
 
-def prove(settings: Gate, engine: EngineConfig, checkpoint: Path, samples: list[TokenSample], start: Start) -> tuple[dict[str, Any], list[str], list[Run]]:
+def describe_reference(without_fp32: str | None, noisy: bool) -> str:
+    """What the verdicts rest on, for the report."""
+    if without_fp32 is not None:
+        return f"the served dtype itself, because this quantised verifier does not run in {REFERENCE}: {without_fp32}"
+    if noisy:
+        return f"{REFERENCE}: the same engine with the same weights; it rounds activations in {REFERENCE} too, so served_near_tie judges both dtypes"
+    return f"{REFERENCE}: the same engine with the same weights"
+
+
+def prove(
+    settings: Gate, engine: EngineConfig, quantization: dict[str, Any], checkpoint: Path, samples: list[TokenSample], start: Start
+) -> tuple[dict[str, Any], list[str], list[Run]]:
     """Decode, compare and judge.
 
     Args:
         engine: the verifier alone, as it is served.
+        quantization: the verifier's, from its identity.
         checkpoint: absolute path of the drafter.
     Returns:
-        The report without its verdict, a line for everything that is wrong, and the runs, fp32 last.
+        The report without its verdict, a line for everything that is wrong, and the runs, the reference last.
     """
-    near_tie = {engine.dtype: settings.served_near_tie} | {REFERENCE: settings.fp32_near_tie}
+    noisy = quantises_activations(quantization)
+    near_tie = {engine.dtype: settings.served_near_tie} | {REFERENCE: settings.served_near_tie if noisy else settings.fp32_near_tie}
     speculative = spec_config(checkpoint, read_json(checkpoint / "config.json"))
-    runs, findings = compare(start, engine, speculative, make_cases(samples, settings, engine.max_model_len), near_tie)
-    parity, wrong_drafts = drafts_report(checkpoint, Path(engine.model), runs[-1], settings)
+    cases = make_cases(samples, settings, engine.max_model_len)
+    compared = compare(start, engine, speculative, cases, near_tie, quantised=quantization["method"] != "none")
+    runs, findings = compared.runs, compared.findings
+    parity, wrong_drafts = drafts_report(checkpoint, Path(engine.model), runs[-1], settings.parity_rounds, near_tie[runs[-1].dtype])
     report = {
-        "reference": f"{REFERENCE}: the same engine with the same weights",
+        "reference": describe_reference(compared.without_fp32, noisy),
         "draft_tokens": speculative["num_speculative_tokens"],
-        "near_tie": near_tie,
+        "near_tie": {run.dtype: near_tie[run.dtype] for run in runs},
         "dtypes": {run.dtype: tally(len(run.cases), [finding for finding in findings if finding.dtype == run.dtype]) for run in runs},
         "coverage": {run.dtype: coverage(run.cases, run.drafted) for run in runs},
         "divergences": [finding.as_json() for finding in findings],
@@ -110,7 +125,7 @@ def run(params: Params, output: Path, start: Start = EngineProcess) -> None:
         raise ArtifactError(f"{OUTPUTS / 'prepare' / 'evaluation'}: no held-out prompts; raise prepare.evaluation_fraction")
     settings = params.engine
     engine = EngineConfig(str(verifier_directory(identity)), settings.dtype, settings.max_model_len, settings.max_num_seqs, settings.kv_cache_bytes)
-    report, wrong, _ = prove(params.gate, engine, checkpoint.absolute(), samples, start)
+    report, wrong, _ = prove(params.gate, engine, identity.quantization, checkpoint.absolute(), samples, start)
     verdict = {"verdict": "fail" if wrong else "pass", "verifier": identity.digest, "checkpoint": digest_json(manifest["files"])}
     # Before the verdict is acted on: a failure without its evidence helps nobody.
     write_json(output / "report.json", verdict | report)

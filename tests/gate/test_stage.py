@@ -18,6 +18,7 @@ from stages.errors import ArtifactError, DraftlineError, PairError
 from stages.gate.__main__ import drafts_report, prove, run
 from stages.gate.cases import LIMITS
 from stages.gate.proof import Run
+from stages.pairing.identity import compute_identity
 from stages.params import Gate, Params, StageParams, parse_params, read_params
 from tests.gate.pair import KINDS, make_bigram_verifier, write_outputs
 from tests.paths import REPOSITORY
@@ -88,7 +89,8 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proof]:
         write_outputs(root, verifier)
         engine = EngineConfig(str(verifier), "bfloat16", ENGINE["max_model_len"], ENGINE["max_num_seqs"], ENGINE["kv_cache_bytes"])
         checkpoint = root / "outputs" / "convert" / "checkpoint"
-        yield *prove(SETTINGS, engine, checkpoint, read_split(root / "outputs" / "prepare", "evaluation"), EngineProcess), root
+        samples = read_split(root / "outputs" / "prepare", "evaluation")
+        yield *prove(SETTINGS, engine, compute_identity(verifier).quantization, checkpoint, samples, EngineProcess), root
 
 
 @pytest.mark.integration
@@ -139,7 +141,7 @@ def test_a_wrong_drafter_is_caught_although_it_is_lossless(proof: Proof, tmp_pat
     weights = load_file(other / "model.safetensors")
     weights["markov_head.markov_w1.weight"] = weights["markov_head.markov_w1.weight"].roll(1, dims=0)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    report, wrong = drafts_report(other, root / "verifier", runs[-1], SETTINGS)
+    report, wrong = drafts_report(other, root / "verifier", runs[-1], SETTINGS.parity_rounds, SETTINGS.fp32_near_tie)
     assert report["wrong"] > report["rounds"] // 2
     assert len(wrong) == report["wrong"]
     assert wrong[0].startswith("draft of ")
