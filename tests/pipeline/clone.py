@@ -44,7 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gate": {"prompts_per_kind": 1, "max_tokens": 16, "parity_rounds": 16},
     "evaluate": {"prompts_per_kind": 1, "max_tokens": 16, "repeats": 1, "speed_prompts": 1},
     "mlflow": {},
-    "deploy": {},
+    "deploy": {"max_num_seqs": 8},
 }
 
 
@@ -108,7 +108,7 @@ class Clone:
         """Run `dvc repro` to its end."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            ["dvc", "repro", *targets], cwd=self.root, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            ["dvc", "--cd", str(self.root), "repro", *targets], cwd=self.root, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return Reproduction(done.returncode, done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
@@ -117,7 +117,7 @@ class Clone:
         """Start `dvc repro` and `kill -9` it (it alone) as soon as `when(what it has printed)` holds; returns what it printed."""
         log = self.root / "killed.log"
         with log.open("wb") as stream:
-            process = subprocess.Popen(["dvc", "repro", *targets], cwd=self.root, env=self.environment, stdout=stream, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(["dvc", "--cd", str(self.root), "repro", *targets], cwd=self.root, env=self.environment, stdout=stream, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + seconds
         while not when(text := log.read_text(encoding="utf-8", errors="replace")):
             assert process.poll() is None, f"ended before it could be killed:\n{text}"
