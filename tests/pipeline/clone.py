@@ -107,17 +107,17 @@ class Clone:
     def repro(self, *targets: str) -> Reproduction:
         """Run `dvc repro` to its end."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            ["dvc", "--cd", str(self.root), "repro", *targets], cwd=self.root, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
+        command = ["dvc", "--cd", str(self.root), "repro", *targets]
+        done = subprocess.run(command, cwd=self.root, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return Reproduction(done.returncode, done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
     def kill_repro(self, when: Callable[[str], bool], *targets: str, seconds: float = 600.0) -> str:
         """Start `dvc repro` and `kill -9` it (it alone) as soon as `when(what it has printed)` holds; returns what it printed."""
         log = self.root / "killed.log"
+        command = ["dvc", "--cd", str(self.root), "repro", *targets]
         with log.open("wb") as stream:
-            process = subprocess.Popen(["dvc", "--cd", str(self.root), "repro", *targets], cwd=self.root, env=self.environment, stdout=stream, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=self.root, env=self.environment, stdout=stream, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + seconds
         while not when(text := log.read_text(encoding="utf-8", errors="replace")):
             assert process.poll() is None, f"ended before it could be killed:\n{text}"
