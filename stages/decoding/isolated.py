@@ -2,9 +2,9 @@
 
     run = run_isolated(EngineConfig(...), [[Request(...), ...], ...], desc="gate: fp32, plain")
 
-`EngineProcess` is the same, asked batch by batch. The parent writes JSON lines to the child's standard input (the
-engine's configuration, then the batches) and reads JSON lines from its standard output; whatever libraries print goes to
-standard error, like the progress bar. The child ends at the end of its input, and when its parent does.
+`EngineProcess` is the same, asked batch by batch. The parent writes JSON lines to the child's input (the engine's
+configuration, then the batches) and reads JSON lines from its output; whatever libraries print goes to standard error,
+like the progress bar. The child ends at the end of its input, and when its parent does.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
+
+from pydantic import ValidationError
 
 from stages.decoding.engine import Completion, Engine, EngineConfig, EngineError, Request, Round, check_requests, engine_environment
+from stages.decoding.nursery import nursery, serve
 from stages.decoding.speculative import ngram_config as ngram_config
 from stages.decoding.speculative import spec_config as spec_config
 from stages.errors import DraftlineError
-from stages.process import die_with_parent
 
 END_SECONDS = 20.0
 """Longest wait for an engine's process to end by itself."""
@@ -68,11 +69,16 @@ def _request(data: dict[str, Any]) -> Request:
     return Request(**{**data, "stop_token_ids": tuple(data["stop_token_ids"])})
 
 
-def cause(error: BaseException) -> str:
+def cause(error: BaseException, kv_cache_bytes: int = 0) -> str:
     """The first error of a chain, on one line: vLLM wraps what went wrong in a more general one."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, ValidationError):
+        text = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+    else:
+        text = " ".join(str(error).split()) or "no message"
+    if "cache blocks" in text or "KV cache is needed" in text:
+        text = f"engine.kv_cache_bytes = {kv_cache_bytes} is too small: {text}"
     if len(text) > CAUSE_LENGTH:
         text = text[: CAUSE_LENGTH - 1] + "…"
     return text if isinstance(error, DraftlineError) else f"{type(error).__name__}: {text}"
@@ -107,11 +113,8 @@ class EngineProcess:
         self.seconds = 0.0
         self.load_seconds = 0.0
         self._started = time.perf_counter()
-        # Warnings about libraries' own deprecations: nothing that a user of the pipeline can act on.
-        command = [sys.executable, "-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", "-m", module, str(os.getpid())]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env={**engine_environment(config.model), **os.environ}
-        )
+        self._nursery = nursery(module, {**engine_environment(config.model), **os.environ})
+        self._number, self._requests, self._results = self._nursery.start()
         self._send({"config": asdict(config)})
 
     def __enter__(self) -> EngineProcess:
@@ -120,19 +123,13 @@ class EngineProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the process: in order after the work, at once after an error."""
         if kind is not None:
-            self._child.kill()
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        try:
-            # End of file tells it to go. It may have ended already.
-            with contextlib.suppress(BrokenPipeError):
-                self._child.stdin.close()
-            self._child.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        finally:
-            self._child.stdout.close()
+            self._nursery.kill(self._number)
+        # End of file tells it to go. It may have gone already.
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
+        if self._nursery.wait(self._number, END_SECONDS) is None:
+            self._nursery.kill(self._number)
+        self._results.close()
 
     def wait_ready(self) -> None:
         """Return when the engine has been loaded.
@@ -163,21 +160,19 @@ class EngineProcess:
         return [done[index] for index in range(len(requests))]
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._child.stdin is not None
         # A broken pipe: it has ended already, and what `_receive` finds tells why.
         with contextlib.suppress(BrokenPipeError):
-            self._child.stdin.write(json.dumps(message) + "\n")
-            self._child.stdin.flush()
+            self._requests.write(json.dumps(message) + "\n")
+            self._requests.flush()
 
     def _receive(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
+        line = self._results.readline()
         if line:
             message: dict[str, Any] = json.loads(line)
             if "error" in message:
                 raise EngineError(f"{describe(self.config)}: {message['error']}")
             return message
-        status = self._child.wait()
+        status = self._nursery.wait(self._number) or 0
         how = f"ended by signal {-status}" + (" (out of memory?)" if status == -9 else "") if status < 0 else f"ended with status {status}"
         raise EngineError(f"{describe(self.config)}: its process {how}; what it printed is above")
 
@@ -208,41 +203,48 @@ def run_isolated(
         return IsolatedRun(completions, seconds, engine.load_seconds)
 
 
-def _work(requests: TextIO, results: TextIO) -> None:
-    """Load what the first line describes and decode the batch of each later one; one JSON line per result."""
+_ALIVE: list[Engine] = []
+"""Keeps an engine from being taken apart when its work is done: that takes seconds, and the process ends anyway."""
+
+
+def _prepare() -> None:
+    """Import what an engine of this device needs."""
+    for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.sampling_params", "vllm.v1.executor.uniproc_executor"):
+        import_module(module)
+    if import_module("vllm.platforms").current_platform.is_cpu():
+        import_module("vllm.v1.worker.cpu_worker")
+
+
+def _work(requests: TextIO, results: TextIO) -> int:
+    """An engine's life: load what the first line describes, decode the batch of each later one; one JSON line per result."""
 
     def send(message: dict[str, Any]) -> None:
         results.write(json.dumps(message) + "\n")
         results.flush()
 
-    engine = Engine(EngineConfig(**json.loads(requests.readline())["config"]))
-    send({"ready": True})
-    for line in requests:
-        message = json.loads(line)
-        engine.generate([_request(item) for item in message["batch"]], lambda done: send({"completion": asdict(done)}), message["desc"])
-        send({"seconds": engine.seconds})
-
-
-def main() -> int:
-    """The child: see the module."""
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    die_with_parent()
-    if os.getppid() != int(sys.argv[1]):
-        return 143
+    config = EngineConfig(**json.loads(requests.readline())["config"])
     try:
-        _work(sys.stdin, results)
-        status = 0
+        engine = Engine(config)
+        _ALIVE.append(engine)
+        send({"ready": True})
+        for line in requests:
+            message = json.loads(line)
+            engine.generate([_request(item) for item in message["batch"]], lambda done: send({"completion": asdict(done)}), message["desc"])
+            send({"seconds": engine.seconds})
+    except BrokenPipeError:
+        return 1  # Nobody listens any more.
     except Exception as error:
         if not isinstance(error, DraftlineError):
             traceback.print_exc()
-        results.write(json.dumps({"error": cause(error)}) + "\n")
-        status = 1
-    results.close()
-    sys.stderr.flush()
-    # Everything is delivered. An orderly end of the interpreter would free the engine piece by piece, for seconds.
-    os._exit(status)
+        send({"error": cause(error, config.kv_cache_bytes)})
+        return 1
+    return 0
+
+
+def main() -> NoReturn:
+    """What a nursery's module calls."""
+    serve(_prepare, _work)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
