@@ -116,8 +116,6 @@ def engine_environment(model: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
-        # A few small functions of vLLM ask for compilation even in eager mode: minutes of a C++ compiler, if there is one at all.
-        "TORCH_COMPILE_DISABLE": "1",
         # vLLM pins its threads; spinning, they would fight for their cores with whatever else runs there.
         "OMP_WAIT_POLICY": "PASSIVE",
         # These engines run eagerly; what vLLM still compiles (log-probabilities) would need a C++ compiler on the machine.
