@@ -202,7 +202,7 @@ class Evaluate(Section):
     max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
     repeats: int = Field(3, ge=1, description="Paired speed measurements.")
     speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement, decoded one at a time.")
-    speed_tokens: int = Field(64, ge=8, description="Tokens decoded per prompt of a speed measurement.")
+    speed_tokens: int = Field(48, ge=8, description="Tokens decoded per prompt of a speed measurement.")
     ngram_min: int = Field(1, ge=1, description="Shortest n-gram of prompt lookup, the comparison.")
     ngram_max: int = Field(3, ge=1, description="Longest n-gram of prompt lookup.")
 
