@@ -125,7 +125,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, seconds: floa
         ServerError: it ended (with the cause from its log), or `seconds` went by.
     """
     deadline = time.monotonic() + seconds
-    with tqdm(desc="waiting for the server", unit="s", bar_format="{desc}: {elapsed}", leave=False) as bar:
+    with tqdm(desc="waiting for the server", unit="s", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
         while True:
             status = process.poll()
             if status is not None:
