@@ -74,7 +74,13 @@ def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) 
 def prepare_environment() -> None:
     """What vLLM reads from the environment; call before it is imported. What the user has set stays, in-process mode excepted."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}.items():
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }.items():
         os.environ.setdefault(name, value)
 
 
@@ -82,10 +88,11 @@ def start_error(error: Exception, kv_cache_bytes: int) -> ExtractionError:
     """vLLM's reason for not starting, in one line that names the knob where there is one."""
     text = " ".join(str(error).split())
     needed = re.search(r"([\d.]+) GiB KV cache is needed", text)
-    if needed is not None:
+    if needed is not None or "No available memory for the cache blocks" in text:
+        amount = f"about {int((float(needed[1]) + 0.01) * 2**30)} bytes" if needed is not None else "far more"
         return ExtractionError(
-            f"params.yaml: engine.kv_cache_bytes = {kv_cache_bytes}: the extracting engine needs {needed[1]} GiB "
-            f"({int((float(needed[1]) + 0.01) * 2**30)} bytes) for its longest sample, whose hidden states lie in the same cache"
+            f"params.yaml: engine.kv_cache_bytes = {kv_cache_bytes}: the extracting engine needs {amount} "
+            "for its longest sample, whose hidden states lie in the same cache"
         )
     return ExtractionError(f"the extracting engine did not start: {type(error).__name__}: {text}")
 

@@ -47,14 +47,14 @@ def write_params(folder: Path, **extraction: Any) -> None:
         YAML().dump(json.loads(json.dumps(params)), stream)
 
 
-def environment() -> dict[str, str]:
-    """Threads that sleep instead of spinning: on a busy machine two spinning threads take several times as long."""
-    return os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(REPOSITORY)}
-
-
 def start(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "stages.extract"], cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "stages.extract"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

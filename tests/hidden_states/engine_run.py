@@ -10,7 +10,6 @@ caching, and to one whose cache is too small.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ def run_engine(folder: Path, plan: Plan, model: Path, batches: list[Batch], kv_c
     job, out, spool = folder / "job.json", folder / "out.safetensors", folder / "spool"
     job.write_text(json.dumps({"plan": plan.to_json(), "model": str(model), "spool": str(spool), "kv_cache_bytes": kv_cache_bytes, "batches": batches}))
     command = [sys.executable, "-m", "tests.hidden_states.engine_run", str(job), str(out)]
-    done = subprocess.run(command, cwd=REPOSITORY, env=engine_environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert not any(spool.iterdir()), "the spool is empty once every sample was taken"
     tensors = load_file(out)
@@ -50,11 +49,6 @@ def run_engine(folder: Path, plan: Plan, model: Path, batches: list[Batch], kv_c
         for index, batch in enumerate(batches)
     ]
     return EngineRun(extracted, **json.loads(out.with_suffix(".json").read_text()))
-
-
-def engine_environment() -> dict[str, str]:
-    """Threads that sleep instead of spinning: on a busy machine two spinning threads take several times as long."""
-    return os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(REPOSITORY)}
 
 
 def refuse_prefix_caching(arguments: dict[str, Any]) -> str:
@@ -85,7 +79,7 @@ def main(job_path: str, out: str) -> None:
                 tensors[f"{index}/{sample.id}/hidden_states"] = sample.hidden_states
                 tensors[f"{index}/{sample.id}/token_ids"] = sample.token_ids
     try:
-        Extractor(plan, model, spool, kv_cache_bytes=1 << 16).close()
+        Extractor(plan, model, spool, kv_cache_bytes=1 << 20).close()
     except ExtractionError as error:
         errors["small_cache"] = str(error)
     save_file(tensors, out)

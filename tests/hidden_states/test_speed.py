@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.hidden_states.engine_run import engine_environment
 from tests.hidden_states.samples import make_plan
 from tests.hidden_states.speed import MARK
 from tests.paths import REPOSITORY
@@ -41,7 +40,6 @@ def test_a_dump_reaches_nine_tenths_of_plain_prefill(real_verifier: Path, tmp_pa
         kind: subprocess.Popen(
             [sys.executable, "-m", "tests.hidden_states.speed", kind, str(job)],
             cwd=REPOSITORY,
-            env=engine_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
