@@ -33,4 +33,4 @@ def break_acceptance() -> None:
 if __name__ == "__main__":
     prepare_environment("")
     break_acceptance()
-    raise SystemExit(main())
+    main()
