@@ -17,12 +17,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm import _custom_ops as ops
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from stages.drafters.heads import MarkovHead
 
 
-class DSparkForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
+class PerLayerKeyNorm(DFlashQwen3Model):  # type: ignore[misc]
+    """vLLM's DFlash backbone with each layer's own norm on the keys of its context.
+
+    vLLM norms the keys of all layers in one call with stacked weights `[layers, d]`. Its CUDA kernel takes them row by row; its
+    CPU kernel (0.32) reads the first row for every layer, so each layer after the first drafts from wrongly scaled keys. Nothing
+    fails: output stays lossless, acceptance falls. Drafters whose norms are still all ones do not show it.
+    """
+
+    def _normalize_context_k(self, all_k: Tensor) -> Tensor:
+        """`[layers, T, m, d]` → the same, normed."""
+        normed = torch.empty_like(all_k)
+        for layer, keys in enumerate(all_k):
+            ops.rms_norm(normed[layer], keys, self._k_norm_weights[layer], self._rms_norm_eps)
+        return normed
+
+
+class DFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
+    """vLLM's DFlash drafter on the corrected backbone."""
+
+    model_cls = PerLayerKeyNorm
+
+
+class DSparkForCausalLM(DFlashForCausalLM):
     """DFlash backbone of vLLM, Markov head of Draftline (`vanilla`, `gated`, `rnn`); the confidence head is not used."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:

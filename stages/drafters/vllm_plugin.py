@@ -9,6 +9,9 @@ from __future__ import annotations
 ARCHITECTURE = "Qwen3DSparkModel"
 """The name under which vLLM looks for the class of a speculators checkpoint of type `dspark`."""
 
+DFLASH_ARCHITECTURE = "DFlashDraftModel"
+"""The same for the type `dflash`."""
+
 
 def register() -> None:
     """Serve DSpark checkpoints under `{"method": "dflash"}` wherever runner V1 is used.
@@ -24,3 +27,6 @@ def register() -> None:
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(ARCHITECTURE, "stages.drafters.vllm_dspark:DSparkForCausalLM")
+    if current_platform.is_cpu():
+        # vLLM's own class norms the context's keys of every layer with the first layer's weights there.
+        ModelRegistry.register_model(DFLASH_ARCHITECTURE, "stages.drafters.vllm_dspark:DFlashForCausalLM")
