@@ -7,6 +7,7 @@ made must be the same bytes. The first then changes its verifier's quantization 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -43,10 +44,19 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class Whole(NamedTuple):
+    """A clone after a run that nothing disturbed, and the digests of what that run made."""
+
+    clone: Clone
+    run: Reproduction
+    digests: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def undisturbed(verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Clone, Reproduction]:
+def undisturbed(verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     clone = Clone(tmp_path_factory.mktemp("clone") / "repository", verifier)
-    return clone, clone.repro()
+    run = clone.repro()
+    return Whole(clone, run, clone.digests(*REPRODUCIBLE))
 
 
 def versions(clone: Clone) -> list[tuple[str, str]]:
@@ -59,8 +69,8 @@ def versions(clone: Clone) -> list[tuple[str, str]]:
 class TestTheGraph:
     """In order, on one clone: each test starts from what the one before it left."""
 
-    def test_from_a_verifier_to_a_serving_plan(self, undisturbed: tuple[Clone, Reproduction]) -> None:
-        clone, run = undisturbed
+    def test_from_a_verifier_to_a_serving_plan(self, undisturbed: Whole) -> None:
+        clone, run, _ = undisturbed
         assert run.status == 0, run.output[-4000:]
         assert run.ran == STAGES
         outputs = clone.root / "outputs"
@@ -74,22 +84,22 @@ class TestTheGraph:
         # Everything that git sees is what the user has written, and the lock file that DVC wants committed.
         assert clone.git_status() == ["?? dvc.lock"]
 
-    def test_nothing_changed_runs_nothing(self, undisturbed: tuple[Clone, Reproduction]) -> None:
-        clone, _ = undisturbed
+    def test_nothing_changed_runs_nothing(self, undisturbed: Whole) -> None:
+        clone = undisturbed.clone
         again = clone.repro()
         assert (again.status, again.ran) == (0, ["verifier", "inputs"]), "the verifier and the inputs are asked every time; nothing else"
         # CPU seconds: what it takes on a machine with nothing else to do.
         assert again.cpu_seconds < 5.0
 
-    def test_a_knob_re_runs_the_stages_that_list_it(self, undisturbed: tuple[Clone, Reproduction]) -> None:
-        clone, _ = undisturbed
+    def test_a_knob_re_runs_the_stages_that_list_it(self, undisturbed: Whole) -> None:
+        clone = undisturbed.clone
         clone.set("deploy", max_num_seqs=3)
         assert clone.repro().ran == ["verifier", "inputs", "deploy"]
         clone.set("deploy", max_num_seqs=8)
         assert clone.repro().ran == ["verifier", "inputs"], "DVC's cache has the plan of before"
 
-    def test_another_quantization_is_another_verifier_also_when_killed_at_every_later_boundary(self, undisturbed: tuple[Clone, Reproduction]) -> None:
-        clone, _ = undisturbed
+    def test_another_quantization_is_another_verifier_also_when_killed_at_every_later_boundary(self, undisturbed: Whole) -> None:
+        clone = undisturbed.clone
         clone.set("verifier", quantization="w8a8")
         for stage in ("gate", "evaluate", "register", "deploy"):
             clone.kill_repro(lambda text, stage=stage: f"Running stage '{stage}'" in text)
@@ -100,8 +110,8 @@ class TestTheGraph:
         assert first[0] != second[0]
         assert read_json(clone.root / "outputs" / "register" / "version.json")["version"] == 2
 
-    def test_changed_back_it_trains_nothing(self, undisturbed: tuple[Clone, Reproduction], verifier: Path) -> None:
-        clone, _ = undisturbed
+    def test_changed_back_it_trains_nothing(self, undisturbed: Whole, verifier: Path) -> None:
+        clone = undisturbed.clone
         clone.set("verifier", quantization="as-is")
         run = clone.repro()
         assert (run.status, run.ran) == (0, ["verifier", "inputs"])
@@ -110,10 +120,9 @@ class TestTheGraph:
 
 
 def test_kills_at_every_boundary_and_inside_extract_and_train_change_no_byte(
-    undisturbed: tuple[Clone, Reproduction], verifier: Path, tmp_path: Path
+    undisturbed: Whole, verifier: Path, tmp_path: Path
 ) -> None:
-    whole, run = undisturbed
-    assert run.status == 0
+    assert undisturbed.run.status == 0
     clone = Clone(tmp_path / "repository", verifier)
     for stage in ("verifier", "inputs", "prepare", "extract"):
         clone.kill_repro(lambda text, stage=stage: f"Running stage '{stage}'" in text)
@@ -125,4 +134,4 @@ def test_kills_at_every_boundary_and_inside_extract_and_train_change_no_byte(
     clone.kill_repro(lambda text: "Running stage 'convert'" in text)
     rest = clone.repro("convert")
     assert rest.status == 0, rest.output[-4000:]
-    assert clone.digests(*REPRODUCIBLE) == whole.digests(*REPRODUCIBLE)
+    assert clone.digests(*REPRODUCIBLE) == undisturbed.digests
