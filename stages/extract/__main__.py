@@ -9,7 +9,6 @@ interrupted one goes on at its first unfinished shard.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from stages.dataset import TokenSample, read_split
 from stages.errors import ParamsError
-from stages.extract.dumps import check_room, largest_shard_bytes, make_spool, prune
+from stages.extract.dumps import check_room, largest_shard_bytes, prune, spool_directory
 from stages.hidden_states.format import HiddenSample, Plan, data_digest, estimate_bytes
 from stages.hidden_states.launch import ExtractionError, Extractor, Refused
 from stages.hidden_states.shards import ShardWriter
@@ -107,14 +106,11 @@ def run(params: Params, output: Path) -> None:
         lengths = [len(sample.input_ids) for sample in samples]
         missing = sum(lengths[position] for index in range(plan.shards) if index not in writer.finished for position in plan.shard_range(index))
         spool_bytes = largest_shard_bytes(plan, lengths)
-        spool = make_spool(output, spool_bytes)
-        try:
+        with spool_directory(output, spool_bytes) as spool:
             check_room(output, plan, missing, spool_bytes if spool.is_relative_to(output) else 0, extraction.disk_reserve_bytes, extraction.ignore_estimate)
             manifest.unlink(missing_ok=True)
             with Extractor(plan, model, spool, params.engine.kv_cache_bytes) as extractor:
                 dump(writer, samples, extractor)
-        finally:
-            shutil.rmtree(spool, ignore_errors=True)
     written = writer.write_manifest(manifest)
     prune(dumps, writer.directory, extraction.keep_dumps)
     print(
