@@ -17,8 +17,8 @@ from stages.pairing.frozen import load_frozen
 from tests.drafters.shapes import config
 
 MAX_MODEL_LEN = 128
-CHAIN = (3, 1)
-"""The planted chain: after token t comes 3·t + 1, modulo the vocabulary."""
+CHAIN = (6, 1)
+"""The planted chain: after token t comes 6·t + 1, modulo the vocabulary: after the first step always an odd token."""
 
 Plant = Literal["nothing", "bigrams", "chain"]
 
@@ -59,8 +59,9 @@ def write_drafter(checkpoint: Path, verifier: Path, plant: Plant = "nothing", dr
                 head.markov_w2.weight.copy_(frozen.lm_head[drafter.draft_ids])
                 drafter.norm.weight.fill_(0.3)
             else:
-                ids = torch.arange(vocab)
-                head.markov_w2.weight[(ids * CHAIN[0] + CHAIN[1]) % vocab] = 1000.0 * torch.nn.functional.normalize(normed)
+                comes_from = torch.zeros(vocab, vocab)
+                comes_from[(torch.arange(vocab) * CHAIN[0] + CHAIN[1]) % vocab, torch.arange(vocab)] = 1000.0
+                head.markov_w2.weight.copy_(comes_from[drafter.draft_ids] @ torch.nn.functional.normalize(normed))
     save_checkpoint(checkpoint, drafter, "tiny", ["LlamaForCausalLM"], torch.float32)
     return checkpoint
 

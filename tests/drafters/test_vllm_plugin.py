@@ -1,0 +1,88 @@
+"""DSpark inside vLLM: the Markov chain runs as trained, whatever the engine does around it; and the plug-in's own wheel."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.decoding.isolated import EngineProcess
+from tests.decoding.pairs import after, engine_config, requests, write_drafter
+from tests.paths import REPOSITORY
+
+PACKAGING = REPOSITORY / "infra" / "vllm_plugin"
+VOCAB = 512
+
+
+def run(code: str, *paths: Path) -> str:
+    """What a fresh interpreter prints."""
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(map(str, paths))}
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_engines_that_do_not_use_it_pay_nothing_for_it() -> None:
+    """vLLM imports the module and calls `register` in each of its processes."""
+    code = "import sys, stages.drafters.vllm_plugin; print(sorted({'torch', 'vllm', 'transformers', 'pydantic'} & set(sys.modules)))"
+    assert run(code, REPOSITORY) == "[]"
+
+
+def test_the_wheel_holds_all_that_the_plug_in_imports(tmp_path: Path) -> None:
+    """The modules come from stages/drafters; in the wheel nothing may be left that names the rest of Draftline."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(PACKAGING)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("draftline_vllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        sources = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")}
+        (entry,) = [archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt")]
+    assert "[vllm.general_plugins]\ndraftline = draftline_vllm.vllm_plugin:register" in entry
+    assert set(sources) == {f"draftline_vllm/{name}.py" for name in ("__init__", "heads", "vllm_dspark", "vllm_plugin")}
+    for name, source in sources.items():
+        assert "stages." not in source, name
+        modules = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+        own = {module for module in modules if module is not None and module.startswith("draftline_vllm")}
+        assert own <= {"draftline_vllm.heads"}
+    assert "draftline_vllm.vllm_dspark:DSparkForCausalLM" in sources["draftline_vllm/vllm_plugin.py"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("draft_ids", [None, torch.arange(1, VOCAB, 2)], ids=["whole vocabulary", "reduced vocabulary"])
+def test_the_planted_chain_is_drafted_token_by_token_whatever_the_batch(draft_ids: torch.Tensor | None, tiny_verifier: Path, tmp_path: Path) -> None:
+    """Every draft follows from the one before it, the first from the anchor; K changes with the batch under dynamic speculation.
+
+    The chain stays among the odd ids, so the reduced vocabulary can draft all of it.
+    """
+    checkpoint = write_drafter(tmp_path / "checkpoint", tiny_verifier, "chain", draft_ids, block_size=8)
+    config = engine_config(tiny_verifier, checkpoint)
+    assert config.speculative is not None
+    config.speculative["num_speculative_tokens_per_batch_size"] = [[1, 1, 7], [2, 4, 3]]
+    prompts = requests(3, max_tokens=24)
+    widths = set()
+    with EngineProcess(config) as engine:
+        for batch in ([prompts[0]], prompts):
+            for request, done in zip(batch, engine.generate(batch), strict=True):
+                sequence = request.prompt_ids + done.token_ids
+                for entry in done.rounds:
+                    expected = [after(sequence[entry.context_length - 1], VOCAB)]
+                    while len(expected) < len(entry.drafted):
+                        expected.append(after(expected[-1], VOCAB))
+                    assert entry.drafted == expected
+                    widths.add(len(entry.drafted))
+    assert widths >= {3, 7}
+
+
+@pytest.mark.integration
+def test_a_dspark_checkpoint_without_markov_head_is_refused(tiny_verifier: Path, tmp_path: Path) -> None:
+    """vLLM itself would build a head of width zero. `convert` writes such a drafter as dflash."""
+    from stages.artifacts import read_json, write_json
+    from stages.decoding.engine import EngineError
+
+    checkpoint = write_drafter(tmp_path / "checkpoint", tiny_verifier)
+    exported = read_json(checkpoint / "config.json")
+    write_json(checkpoint / "config.json", {**exported, "markov_rank": 0})
+    with pytest.raises(EngineError, match="markov_rank = 0"), EngineProcess(engine_config(tiny_verifier, checkpoint)) as engine:
+        engine.wait_ready()
