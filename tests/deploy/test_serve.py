@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from stages.artifacts import read_json, write_json
 from stages.deploy.__main__ import run as run_deploy
 from stages.deploy.server import Acceptance, acceptance, cause
 from stages.params import read_params
+from stages.process import end_process_tree
 from tests.paths import REPOSITORY
 
 PLAN = Path("outputs/deploy/plan.json")
@@ -44,23 +46,38 @@ def planned(registered: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
-def serve(*options: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen([sys.executable, "-m", "stages.deploy.serve", *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+Serve = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts `python -m stages.deploy.serve` with options; whatever a failing test leaves is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "stages.deploy.serve", *options]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        end_process_tree(process.pid)
+        process.wait()
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def wait_until_gone(processes: list[psutil.Process], seconds: float = 40.0) -> None:
+def wait_until_gone(processes: list[psutil.Process], seconds: float = 100.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.integration
 class TestServing:
-    def test_it_serves_the_registered_drafter_without_the_workspace_and_kill_9_leaves_nothing(self, planned: dict[str, Any]) -> None:
+    def test_it_serves_the_registered_drafter_without_the_workspace_and_kill_9_leaves_nothing(self, planned: dict[str, Any], serve: Serve) -> None:
         for stage in ("convert", "register", "gate", "prepare"):
             shutil.rmtree(Path("outputs") / stage)
         process = serve()
@@ -78,7 +95,7 @@ class TestServing:
         assert int(found[4]) == 4 * int(found[2])
 
         second = serve("--once")
-        _, errors = second.communicate(timeout=60)
+        _, errors = second.communicate(timeout=200)
         assert (second.returncode, errors.count("\n")) == (1, 1)
         assert f"deploy.port = {planned['port']}: Address already in use" in errors
 
@@ -88,18 +105,18 @@ class TestServing:
         wait_until_gone(started)
         process.communicate()
 
-    def test_ctrl_c_while_it_loads_ends_everything(self, planned: dict[str, Any]) -> None:
+    def test_ctrl_c_while_it_loads_ends_everything(self, planned: dict[str, Any], serve: Serve) -> None:
         process = serve()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (started := family(process)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert started
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
         assert process.returncode == 0
         wait_until_gone(started)
 
-    def test_a_server_that_cannot_start_is_one_line_with_its_cause(self, planned: dict[str, Any]) -> None:
+    def test_a_server_that_cannot_start_is_one_line_with_its_cause(self, planned: dict[str, Any], serve: Serve) -> None:
         argv = planned["argv"]
         argv[argv.index("--max-model-len") + 1] = "100000"
         write_json(PLAN, {**planned, "argv": argv})
