@@ -60,6 +60,10 @@ def _introduce(plan: dict[str, Any], url: str) -> None:
     print(f"{tokens} tokens in {seconds:.1f} s; {acceptance(url)}", flush=True)
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the command in order."""
+
+
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
@@ -68,10 +72,13 @@ def serve(plan: dict[str, Any], once: bool) -> None:
     """Run the plan's server until it is interrupted (or has answered, with `once`)."""
     url = base_url(plan)
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # Held back until there is something to end: an interrupt inside `start` would leave a server that nobody knows.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    for number in ENDING:
         signal.signal(number, _interrupt)
     process = start(plan, LOG)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         wait_until_healthy(process, url, plan["startup_seconds"], LOG)
         _introduce(plan, url)
         if not once:
@@ -80,7 +87,7 @@ def serve(plan: dict[str, Any], once: bool) -> None:
     except KeyboardInterrupt:
         print("ending the server", file=sys.stderr)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         stop(process)
 
@@ -94,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.deploy.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--once", action="store_true", help="end after the first answer")
     options = parser.parse_args(argv)
+    # Until the server is started there is nothing to clean up, and libraries that are being imported swallow a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         serve(ready_plan(), options.once)
     except DraftlineError as error:

@@ -52,7 +52,8 @@ def require_free_port(plan: Mapping[str, Any]) -> None:
 
 
 def _die_with_starter() -> None:
-    """In the child, before it becomes the server: SIGTERM once the starting process is gone, killed or not."""
+    """In the child, before it becomes the server: SIGTERM once the starting process is gone, killed or not; no signal held back."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

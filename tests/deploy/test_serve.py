@@ -108,9 +108,11 @@ class TestServing:
     def test_ctrl_c_while_it_loads_ends_everything(self, planned: dict[str, Any], serve: Serve) -> None:
         process = serve()
         deadline = time.monotonic() + 200
-        while not (started := family(process)) and time.monotonic() < deadline:
+        started: list[psutil.Process] = []
+        while not any("vllm.entrypoints.openai.api_server" in child.cmdline() for child in started):
+            assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert started
+            started = family(process)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=200)
         assert process.returncode == 0
