@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -119,12 +118,14 @@ class Clone:
         with log.open("wb") as stream:
             process = subprocess.Popen(command, cwd=self.root, env=self.environment, stdout=stream, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + seconds
-        while not when(text := log.read_text(encoding="utf-8", errors="replace")):
-            assert process.poll() is None, f"ended before it could be killed:\n{text}"
-            assert time.monotonic() < deadline, f"not reached in {seconds:.0f} s:\n{text}"
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            while not when(text := log.read_text(encoding="utf-8", errors="replace")):
+                assert process.poll() is None, f"ended before it could be killed:\n{text}"
+                assert time.monotonic() < deadline, f"not reached in {seconds:.0f} s:\n{text}"
+                time.sleep(0.02)
+        finally:
+            process.kill()
+            process.wait()
         return log.read_text(encoding="utf-8", errors="replace")
 
     def exists(self, pattern: str) -> bool:
