@@ -15,7 +15,7 @@ for _name, _value in {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "5000",
 }.items():
     os.environ.setdefault(_name, _value)
 

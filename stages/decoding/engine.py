@@ -116,8 +116,6 @@ def engine_environment(model: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
-        # vLLM pins its threads; spinning, they would fight for their cores with whatever else runs there.
-        "OMP_WAIT_POLICY": "PASSIVE",
         # These engines run eagerly; what vLLM still compiles (log-probabilities) would need a C++ compiler on the machine.
         "TORCH_COMPILE_DISABLE": "1",
     }
