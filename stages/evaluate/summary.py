@@ -40,13 +40,16 @@ def drafter_line(config: dict[str, Any], files: dict[str, Any]) -> str:
     )
 
 
-def gate_line(report: dict[str, Any]) -> str:
-    counts = [
-        f"{dtype}: {tally['identical']} of {tally['prompts']} identical, {tally['near_tie']} near-ties, {tally['wrong']} wrong"
-        for dtype, tally in report["dtypes"].items()
-    ]
+def gate_facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     parity = report["parity"]
-    return f"{report['verdict']} · {' · '.join(counts)} · drafts equal to our own forward: {parity['equal_rounds']} of {parity['rounds']} rounds"
+    return [
+        ("gate", report["verdict"]),
+        *(
+            (f"  {dtype}", f"{tally['identical']} of {tally['prompts']} prompts identical, {tally['near_tie']} near-ties, {tally['wrong']} wrong")
+            for dtype, tally in report["dtypes"].items()
+        ),
+        ("  drafts", f"{parity['equal_rounds']} of {parity['rounds']} rounds equal to our own forward"),
+    ]
 
 
 def summary(outputs: Path, params: Params) -> str:
@@ -65,7 +68,7 @@ def summary(outputs: Path, params: Params) -> str:
     facts = [
         ("verifier", verifier_line(params, identity)),
         ("drafter", drafter_line(read_json(checkpoint / "config.json"), manifest["files"])),
-        ("gate", gate_line(read_json(outputs / "gate" / "report.json"))),
+        *gate_facts(read_json(outputs / "gate" / "report.json")),
         ("registered", f"{version['name']} version {version['version']}"),
         (
             "speed",

@@ -85,7 +85,8 @@ def test_the_last_screen_answers_what_a_run_is_asked_for(tiny_verifier: Path, tm
     for expected in (
         "smollm2-135m · LlamaForCausalLM, 6 layers × 64",
         "dspark · 1 layers, Markov rank 64 (vanilla), 4 draft tokens",
-        "pass · float32: 24 of 24 identical, 0 near-ties, 0 wrong",
+        "24 of 24 prompts identical, 0 near-ties, 0 wrong",
+        "64 of 64 rounds equal to our own forward",
         "drafter.tiny version 3",
         f"× {report['speed']['ratio']['median']:.2f}",
         "macro average",
