@@ -47,7 +47,11 @@ def spec_config(checkpoint: Path, config: dict[str, Any], device: Device | None 
     if dspark and (device or installed_device()) == "cuda" and config["markov_head_type"] == "vanilla":
         return {"method": "dspark", "model": str(checkpoint), "num_speculative_tokens": tokens}
     # Method dflash always feeds the anchor and K masks: block_size inputs, the block that the drafter was trained on, need K = block_size - 1.
-    return {"method": "dflash", "model": str(checkpoint), "num_speculative_tokens": min(tokens, config["block_size"] - 1)}
+    out: dict[str, Any] = {"method": "dflash", "model": str(checkpoint), "num_speculative_tokens": min(tokens, config["block_size"] - 1)}
+    if dspark:
+        # The plug-in knows the drafts without logits over the verifier's whole vocabulary: a tenth of a round at batch 8.
+        out["use_local_argmax_reduction"] = True
+    return out
 
 
 def ngram_config(draft_tokens: int, shortest: int, longest: int) -> dict[str, Any]:

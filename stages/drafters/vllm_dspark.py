@@ -2,7 +2,7 @@
 
 V1's DFlash proposer runs the draft model once on `[anchor, mask × K]` per request, then takes its draft tokens from
 `compute_logits(rows of the masks).argmax(-1)`, rows request-major. A Markov head fits in there: this class keeps the
-input ids of the forward, and `compute_logits` adds each slot's bias in turn, following the argmax chain from the anchor.
+input ids of the forward, and when the drafts are asked for adds each slot's bias in turn, following the argmax chain from the anchor.
 
 With `sample_from_anchor: true` slot k is predicted by the row before it, so rows 0 … K-1 of the same forward are used:
 the block that the drafter was trained on is anchor + (block_size − 1) masks, hence K = block_size − 1, one draft fewer than trained.
@@ -58,18 +58,18 @@ class DSparkForCausalLM(DFlashForCausalLM):
         self._hidden: Tensor | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
-        """`[B·(1 + K)]` ids and positions → `[B·(1 + K), H]`; both are kept for `compute_logits`."""
+        """`[B·(1 + K)]` ids and positions → `[B·(1 + K), H]`; both are kept for `_chain`."""
         hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
         self._input_ids, self._hidden = input_ids, hidden
         return hidden
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits with the Markov bias of the drafted chain.
+    def _chain(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow the Markov chain from each request's anchor.
 
         Args:
             hidden_states: `[B·K, H]`, the rows of the masks. K is taken from here: dynamic speculation changes it from call to call.
         Returns:
-            `[B·K, V]`; tokens outside a reduced draft vocabulary are at −inf.
+            tokens `[B·K]` of the verifier's vocabulary, and the logits `[B·K, D]` that chose them.
         """
         assert self._input_ids is not None
         assert self._hidden is not None
@@ -83,17 +83,27 @@ class DSparkForCausalLM(DFlashForCausalLM):
         hidden = self._hidden.view(requests, slots + 1, -1)[:, :slots] if self.config.sample_from_anchor else hidden_states.view(requests, slots, -1)
         logits: Tensor = self.logits_processor(self.lm_head, hidden.reshape(rows, -1)).view(requests, slots, -1)
         state = self.markov_head.initial_state(hidden)
+        tokens = []
         for slot in range(slots):
             features, state = self.markov_head.step(previous, hidden[:, slot], state)
             logits[:, slot] += self.markov_head.markov_w2(features)
             previous = logits[:, slot].argmax(dim=-1)
             if self.draft_id_to_target_id is not None:
                 previous = previous + self.draft_id_to_target_id[previous]
-        logits = logits.view(rows, -1)
+            tokens.append(previous)
+        return torch.stack(tokens, dim=1).view(-1), logits.view(rows, -1)
+
+    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
+        """The drafts themselves, `[B·K]`: what vLLM asks for under `use_local_argmax_reduction`, sparing it the verifier's whole vocabulary."""
+        return self._chain(hidden_states)[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """The same as logits `[B·K, V]`; tokens outside a reduced draft vocabulary are at −inf."""
+        logits = self._chain(hidden_states)[1]
         if self.draft_id_to_target_id is None:
             return logits
         targets = torch.arange(logits.shape[1], device=logits.device) + self.draft_id_to_target_id
-        return logits.new_full((rows, self.config.vocab_size), float("-inf")).index_copy_(1, targets, logits)
+        return logits.new_full((len(logits), self.config.vocab_size), float("-inf")).index_copy_(1, targets, logits)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Backbone by vLLM, Markov head here; the confidence head and training-only tensors are left out."""

@@ -47,7 +47,8 @@ def test_the_cpu_wheel_is_started_through_its_module_and_drafts_in_the_plug_in(p
     """Its `vllm` command dies, its engine refuses the method dspark."""
     out = plan(params, "cpu", config())
     assert out["argv"][:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(VERIFIER)]
-    assert speculative(out) == {"method": "dflash", "model": str(CHECKPOINT), "num_speculative_tokens": 7}
+    expected = {"method": "dflash", "model": str(CHECKPOINT), "num_speculative_tokens": 7, "use_local_argmax_reduction": True}
+    assert speculative(out) == expected
     assert out["served_by"] == "plug-in"
     assert "--enforce-eager" in out["argv"]
 
