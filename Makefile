@@ -27,6 +27,9 @@ export UV_DEFAULT_INDEX := $(PIP_INDEX_URL)
 endif
 endif
 
+# Without compiled modules on disk each process compiles vLLM's 6,000 anew: 10 s of every engine's start.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Nothing that runs here reports usage.
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
