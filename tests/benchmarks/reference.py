@@ -1,13 +1,13 @@
 """The trainer of the `speculators` package, driven on a CPU: its model, its loss, its anchors, in a plain loop.
 
 Its defaults fail on a CPU (flex attention has no backward there, the fused loss needs Triton), so attention is `sdpa` and the
-loss `eager`: what its own documentation offers instead.
+loss `eager`: what its own documentation offers instead. Optimizer and schedule are built by its own code with its own
+defaults (`muon`) or with its other choice (`adamw`); model shape, initial weights, sequences and anchors are ours.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from stages.params import Params
 from stages.train.data import TrainingSet, sample_order
 from tests.benchmarks.variants import export, new_drafter
 
+OPTIMIZERS = ("adamw", "muon")
 WARMUP = 0.04
 
 
@@ -59,12 +60,15 @@ def batch(data: TrainingSet, indices: list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-def train_reference(directory: Path, params: Params, seconds: float) -> tuple[Path, int]:
-    """Train for `seconds` of wall clock with our peak learning rate and the same schedule over that time.
+def train_reference(directory: Path, params: Params, seconds: float, optimizer: str) -> tuple[Path, int]:
+    """Train for `seconds` of wall clock; the linear schedule runs over that time.
 
     Returns:
         A checkpoint and the number of steps made.
     """
+    from speculators.train.config.schema import OptimizerArgs
+    from speculators.train.optimizers import build_optimizers
+
     model, data = build(directory, params)
     settings = params.train
     losses = {"loss_fn": json.dumps({"ce": settings.loss.ce, "tv": settings.loss.tv}), "loss_implementation": "eager"}
@@ -72,21 +76,23 @@ def train_reference(directory: Path, params: Params, seconds: float) -> tuple[Pa
         **losses, max_anchors=settings.anchors_per_sequence * settings.sequences_per_step, dflash_decay_gamma=settings.decay_gamma
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    chosen = OptimizerArgs(optimizer=optimizer)
+    optimizers = build_optimizers(model, chosen.model_copy(update={"muon_lr": chosen.lr}))
     order = sample_order(len(data), settings.sequences_per_step, 10**5, settings.seed)
     start = time.monotonic()
     steps = 0
     while (elapsed := time.monotonic() - start) < seconds:
         done = elapsed / seconds
-        rate = min(1.0, (done + 1e-3) / WARMUP) if done < WARMUP else 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * rate
+        rate = chosen.lr * min(1.0, (done + 1e-3) / WARMUP, (1 - done) / (1 - WARMUP))
+        for group in (group for each in optimizers for group in each.param_groups):
+            group["lr"] = rate
         with torch.autocast("cpu", dtype=torch.bfloat16):
             _, loss, _ = model(**batch(data, order[steps]), **arguments)
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, settings.grad_clip)
-        optimizer.step()
+        for each in optimizers:
+            each.step()
         steps += 1
     drafter, _ = new_drafter(params)
     return export(directory / "checkpoint", drafter.config, model.state_dict(), data.draft_ids, params.verifier.name), steps

@@ -1,0 +1,61 @@
+"""Does the Markov head pay, and does our trainer? The demo's drafter against two others on its own data.
+
+    cd <where `make demo` ran>; pytest -m benchmark --timeout=0 -s tests/benchmarks/test_trainers.py
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stages.evaluate.statistics import PromptCount, paired_difference
+from stages.params import Params
+from tests.benchmarks.reference import OPTIMIZERS, train_reference
+from tests.benchmarks.variants import decode, need_outputs, table, train_variant
+
+pytestmark = pytest.mark.benchmark
+
+NO_HEADS = {"algorithm": "dflash", "markov_rank": 0, "confidence_head": False, "confidence_head_with_markov": False}
+LEAD = 0.2
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The demo's drafter, trained once more: what its held-out prompts took, and the wall clock of its training."""
+
+    params: Params
+    counts: list[PromptCount]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    params = need_outputs()
+    start = time.monotonic()
+    checkpoint = train_variant(tmp_path_factory.mktemp("dspark"), params)
+    seconds = time.monotonic() - start
+    return Ours(params, decode(checkpoint, params), seconds)
+
+
+def test_dspark_leads_dflash(ours: Ours, tmp_path: Path) -> None:
+    """Same data, anchors and steps: the macro-averaged lead's interval excludes 0, and no kind is significantly worse."""
+    dflash = decode(train_variant(tmp_path, ours.params, **NO_HEADS), ours.params)
+    difference = paired_difference(ours.counts, dflash)
+    print("\n" + table(("dspark", "dflash"), ours.counts, dflash, difference))
+    assert difference.macro.low > 0
+    assert all(interval.high > 0 for interval in difference.per_kind.values())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ours_leads_the_reference_trainer(optimizer: str, ours: Ours, tmp_path: Path) -> None:
+    """Same model, same hidden states, equal wall clock: ours commits at least `LEAD` more tokens per verifier pass, macro-averaged."""
+    pytest.importorskip("speculators", reason="test-only dependency")
+    checkpoint, steps = train_reference(tmp_path, ours.params, ours.seconds, optimizer)
+    theirs = decode(checkpoint, ours.params)
+    difference = paired_difference(ours.counts, theirs)
+    print(f"\n{ours.seconds:.0f} s each: {ours.params.train.steps} steps against {steps} ({optimizer})")
+    print(table(("draftline", "reference"), ours.counts, theirs, difference))
+    assert difference.macro.estimate >= LEAD
