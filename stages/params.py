@@ -123,7 +123,8 @@ class Drafter(Section):
     num_layers: int = Field(2, ge=1, le=32, description="Layers of the backbone.")
     sample_from_anchor: bool = Field(
         False,
-        description="true: slot k predicts token p+k+1 from K inputs; false: masks sit at the predicted positions (served by every engine).",
+        description="true: slot k predicts token p+k+1 from K inputs (needs a Markov head: no engine serves it without); "
+        "false: masks sit at the predicted positions (served by every engine).",
     )
     draft_vocab_size: int | None = Field(None, ge=2, description="Most frequent tokens the drafter can propose; null: the verifier's whole vocabulary.")
     mask_token_id: int = Field(ge=0, description="Token that stands for a position to be drafted; one that chats never use.")
@@ -141,6 +142,12 @@ class Drafter(Section):
                 raise ValueError("algorithm dflash has no Markov and no confidence head: set markov_rank 0 and confidence_head false, or algorithm dspark")
         elif self.markov_rank == 0 and self.confidence_head and self.confidence_head_with_markov:
             raise ValueError("confidence_head_with_markov needs a Markov head: set markov_rank above 0, or confidence_head_with_markov false")
+        if self.sample_from_anchor and self.markov_rank == 0:
+            # vLLM's DFlash drafts from the masks alone: runner V2 refuses the layout, V1 and our plug-in would draft one position off, unseen.
+            raise ValueError(
+                f"sample_from_anchor = True with algorithm = '{self.algorithm}', markov_rank = 0: no engine serves this layout without a Markov head; "
+                "set sample_from_anchor false, or algorithm dspark and markov_rank above 0"
+            )
         return self
 
     @property
