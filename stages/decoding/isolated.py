@@ -23,10 +23,11 @@ from typing import Any, NoReturn, TextIO
 
 from pydantic import ValidationError
 
-from stages.decoding.engine import Completion, Engine, EngineConfig, EngineError, Request, Round, check_requests, engine_environment
+from stages.decoding.engine import Completion, Engine, EngineConfig, EngineError, Request, Round, check_requests
 from stages.decoding.nursery import nursery, serve
 from stages.decoding.speculative import ngram_config as ngram_config
 from stages.decoding.speculative import spec_config as spec_config
+from stages.environment import engine_environment
 from stages.errors import DraftlineError
 
 END_SECONDS = 20.0

@@ -10,7 +10,6 @@ depends on the call alone.
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from stages.environment import prepare_environment
 from stages.errors import DraftlineError
 from stages.hidden_states.format import HiddenSample, Plan, refusal
 from stages.hidden_states.sinks import RefusedError, take
@@ -71,19 +71,6 @@ def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) 
     }
 
 
-def prepare_environment() -> None:
-    """What vLLM reads from the environment; call before it is imported. What the user has set stays, in-process mode excepted."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
 def start_error(error: Exception, kv_cache_bytes: int) -> ExtractionError:
     """vLLM's reason for not starting, in one line that names the knob where there is one."""
     text = " ".join(str(error).split())
@@ -108,7 +95,7 @@ class Extractor:
         Raises:
             ExtractionError: the engine does not start.
         """
-        prepare_environment()
+        prepare_environment(str(model))
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

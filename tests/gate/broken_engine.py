@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from stages.decoding.engine import prepare_environment
 from stages.decoding.isolated import main
+from stages.environment import prepare_environment
 
 
 def break_acceptance() -> None:
