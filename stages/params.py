@@ -15,6 +15,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -187,9 +188,7 @@ class Train(Section):
 class Convert(Section):
     """The exported checkpoint."""
 
-    verifier_name_or_path: str | None = Field(
-        None, description="What `vllm serve <checkpoint>` loads as verifier; null: the portable part of verifier.source."
-    )
+    verifier_name_or_path: str | None = Field(None, description="What `vllm serve <checkpoint>` loads as verifier; null: the portable part of verifier.source.")
 
 
 class Gate(Section):
@@ -266,29 +265,37 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "verifier": ("verifier", "mlflow"),
     "inputs": ("prepare",),
     "prepare": ("verifier", "engine", "prepare"),
-    "extract": ("engine", "extraction"),
+    "extract": ("verifier.trust_remote_code", "engine", "extraction"),
     "train": ("drafter", "train", "mlflow"),
     "convert": ("verifier", "convert"),
     "lock": (),
-    "gate": ("engine", "gate"),
-    "evaluate": ("engine", "evaluate"),
+    "gate": ("verifier.trust_remote_code", "engine", "gate"),
+    "evaluate": ("verifier.trust_remote_code", "engine", "evaluate"),
     "register": ("verifier", "mlflow"),
     "deploy": ("verifier", "engine", "deploy"),
 }
-"""Sections that each stage reads; `dvc.yaml` lists the same ones (held by tests/test_architecture.py)."""
+"""Sections that each stage reads, or single knobs of one; `dvc.yaml` lists the same ones (held by tests/test_architecture.py).
+
+Of `verifier`, stages that run it need to know whether they may: what it is they learn from its identity, so that another name
+or another way to the same model proves nothing anew.
+"""
 
 
 class StageParams:
-    """The sections of `Params` that one stage may read."""
+    """The sections of `Params` that one stage may read; of a section of which it lists single knobs, those alone."""
 
     def __init__(self, params: Params, stage: str) -> None:
         self._params = params
         self._stage = stage
 
     def __getattr__(self, section: str) -> Any:
-        if section not in SECTIONS[self._stage]:
+        listed = SECTIONS[self._stage]
+        if section in listed:
+            return getattr(self._params, section)
+        knobs = [entry.removeprefix(f"{section}.") for entry in listed if entry.startswith(f"{section}.")]
+        if not knobs:
             raise AttributeError(f"stage {self._stage} reads params section {section!r}, which dvc.yaml does not list for it")
-        return getattr(self._params, section)
+        return SimpleNamespace(**{knob: getattr(getattr(self._params, section), knob) for knob in knobs})
 
 
 def _yaml() -> YAML:

@@ -169,8 +169,11 @@ def test_a_stage_cannot_read_what_the_graph_does_not_list_for_it() -> None:
     for stage, sections in SECTIONS.items():
         view = StageParams(params, stage)
         for section in type(params).model_fields:
+            knobs = {entry.partition(".")[2] for entry in sections if entry.startswith(f"{section}.")}
             if section in sections:
                 assert getattr(view, section) is getattr(params, section)
+            elif knobs:
+                assert vars(getattr(view, section)) == {knob: getattr(getattr(params, section), knob) for knob in knobs}
             else:
                 with pytest.raises(AttributeError, match=f"stage {stage} reads params section '{section}'"):
                     getattr(view, section)

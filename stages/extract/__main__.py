@@ -102,7 +102,7 @@ def run(params: Params, output: Path) -> None:
         with spool_directory(output, spool_bytes) as spool:
             check_room(output, plan, missing, spool_bytes if spool.is_relative_to(output) else 0, extraction.disk_reserve_bytes, extraction.ignore_estimate)
             manifest.unlink(missing_ok=True)
-            with Extractor(plan, model, spool, params.engine.kv_cache_bytes) as extractor:
+            with Extractor(plan, model, spool, params.engine.kv_cache_bytes, params.verifier.trust_remote_code) as extractor:
                 dump(writer, samples, extractor)
     written = writer.write_manifest(manifest)
     prune(dumps, writer.directory, extraction.keep_dumps)

@@ -39,7 +39,7 @@ class Refused:
     reason: str
 
 
-def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) -> dict[str, Any]:
+def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> dict[str, Any]:
     """The arguments of vLLM's `EngineArgs` for one plan."""
     # One token is decoded after each prompt, and the cache-only layer wants one more position (its "draft" token).
     max_model_len = plan.max_seq_len + 2
@@ -51,6 +51,7 @@ def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) 
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_model_len),
         "kv_cache_memory_bytes": kv_cache_bytes,
         "seed": 0,
+        "trust_remote_code": trust_remote_code,
         "enforce_eager": True,
         # Tokens found in a prefix cache are not computed: their states would be missing.
         "enable_prefix_caching": False,
@@ -87,7 +88,7 @@ def start_error(error: Exception, kv_cache_bytes: int) -> ExtractionError:
 class Extractor:
     """A running extracting engine. Use it as a context manager: it holds the model's memory until it is closed."""
 
-    def __init__(self, plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) -> None:
+    def __init__(self, plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> None:
         """
         Args:
             model: directory of the verifier.
@@ -102,7 +103,8 @@ class Extractor:
         self._plan = plan
         self._spool = spool
         try:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(plan, model, spool, kv_cache_bytes)))
+            arguments = engine_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
             raise start_error(error, kv_cache_bytes) from error
 

@@ -6,17 +6,18 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from stages.artifacts import read_json
 from stages.dataset import read_split
-from stages.extract.__main__ import dump
+from stages.extract.__main__ import dump, run
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import ExtractionError, Refused
+from stages.hidden_states.launch import ExtractionError, Refused, engine_arguments
 from stages.hidden_states.shards import ShardWriter, open_dump
+from stages.params import Params, StageParams, parse_params, read_params
 from tests.extract.workspace import extract, last_line, make_workspace, start, token_sample
 from tests.hidden_states.samples import make_plan
 
@@ -39,6 +40,27 @@ def test_refusals_are_one_line_and_come_before_any_engine(tmp_path: Path, tiny_v
     assert len(output.strip().splitlines()) == 1
     assert output.startswith(expected)
     assert not list((tmp_path / "outputs" / "extract").rglob("shard-*"))
+
+
+class StartedError(Exception):
+    """Stands for an engine: it is started, and that is all."""
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_engine_may_run_the_model_s_code_where_the_user_lets_it(
+    tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    def start(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> None:
+        raise StartedError(engine_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)["trust_remote_code"])
+
+    make_workspace(tmp_path, tiny_verifier, 4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stages.extract.__main__.Extractor", start)
+    data = read_params().model_dump()
+    data["verifier"]["trust_remote_code"] = trusted
+    with pytest.raises(StartedError) as started:
+        run(cast(Params, StageParams(parse_params(data), "extract")), Path("outputs/extract"))
+    assert started.value.args == (trusted,)
 
 
 @pytest.fixture(scope="module")
