@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from stages.artifacts import read_json, write_json, write_manifest
 from stages.dataset import read_split, write_split
 from stages.decoding.engine import EngineConfig
-from stages.decoding.isolated import EngineProcess
+from stages.decoding.isolated import EngineProcess, engine_life
 from stages.errors import ArtifactError, DraftlineError, PairError
 from stages.gate.__main__ import drafts_report, prove, run
 from stages.gate.cases import LIMITS
 from stages.gate.proof import Run
 from stages.pairing.identity import compute_identity
 from stages.params import Gate, Params, StageParams, parse_params, read_params
+from tests.gate.broken_engine import broken_life
 from tests.gate.pair import KINDS, make_bigram_verifier, write_outputs
 from tests.paths import REPOSITORY
 
@@ -172,11 +173,10 @@ def test_a_wrong_drafter_is_caught_although_it_is_lossless(proof: Proof, tmp_pat
 
 
 @pytest.mark.integration
-def test_an_engine_that_accepts_every_draft_fails_the_stage_with_its_evidence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_accepts_every_draft_fails_the_stage_with_its_evidence(root: Path) -> None:
     def start(config: EngineConfig, desc: str) -> EngineProcess:
-        return EngineProcess(config, desc, module="tests.gate.broken_engine" if config.speculative else "stages.decoding.isolated")
+        return EngineProcess(config, desc, broken_life if config.speculative else engine_life)
 
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     with pytest.raises(DraftlineError, match=r"report\.json: verdict fail"):
         run(stage_params(), root / "outputs" / "gate", start)
     report = read_json(root / "outputs" / "gate" / "report.json")
