@@ -207,9 +207,7 @@ def test_every_knob_is_described() -> None:
 
 
 def test_every_knob_is_read_by_something() -> None:
-    read = {
-        node.attr for path, tree in trees("stages") if path.name != "params.py" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    }
+    read = {node.attr for path, tree in trees("stages") if path.name != "params.py" for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert [name for name, _ in knobs() if name.rpartition(".")[2] not in read] == []
 
 

@@ -62,10 +62,8 @@ def cause(error: BaseException, kv_cache_bytes: int = 0) -> str:
     """The first error of a chain, on one line: vLLM wraps what went wrong in a more general one."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, ValidationError):
-        text = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
-    else:
-        text = " ".join(str(error).split()) or "no message"
+    details = [str(item["msg"]).removeprefix("Value error, ") for item in error.errors()] if isinstance(error, ValidationError) else [str(error)]
+    text = " ".join("; ".join(details).split()) or "no message"
     if "cache blocks" in text or "KV cache is needed" in text:
         text = f"engine.kv_cache_bytes = {kv_cache_bytes} is too small: {text}"
     if len(text) > CAUSE_LENGTH:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from stages.artifacts import read_json
+from stages.artifacts import read_json, write_json
 from stages.dataset import read_split
 from stages.extract.__main__ import dump, run
 from stages.hidden_states.format import HiddenSample, Plan
@@ -61,6 +62,24 @@ def test_the_engine_may_run_the_model_s_code_where_the_user_lets_it(
     with pytest.raises(StartedError) as started:
         run(cast(Params, StageParams(parse_params(data), "extract")), Path("outputs/extract"))
     assert started.value.args == (trusted,)
+
+
+@pytest.mark.integration
+def test_a_verifier_that_ships_code_is_extracted_where_the_user_lets_it(tmp_path: Path, tiny_verifier: Path) -> None:
+    verifier = tmp_path / "verifier"
+    shutil.copytree(tiny_verifier, verifier)
+    config = read_json(verifier / "config.json")
+    write_json(verifier / "config.json", config | {"model_type": "homegrown", "auto_map": {"AutoConfig": "configuration.HomegrownConfig"}})
+    code = "from transformers import LlamaConfig\n\n\nclass HomegrownConfig(LlamaConfig):\n    model_type = 'homegrown'\n"
+    (verifier / "configuration.py").write_text(code, encoding="utf-8")
+    make_workspace(tmp_path, verifier, 4)
+    status, output = extract(tmp_path)
+    assert status == 1
+    assert "trust_remote_code" in last_line(output)
+    params = tmp_path / "params.yaml"
+    params.write_text(params.read_text(encoding="utf-8").replace("trust_remote_code: false", "trust_remote_code: true"), encoding="utf-8")
+    status, output = extract(tmp_path)
+    assert status == 0, output
 
 
 @pytest.fixture(scope="module")
