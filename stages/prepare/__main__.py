@@ -14,12 +14,11 @@ from typing import Any
 
 from stages.artifacts import MANIFEST, file_table, write_json
 from stages.dataset import SPLITS, write_split
-from stages.decoding.engine import EngineConfig
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.store import revalidate
 from stages.params import Params
 from stages.params import Prepare as Settings
-from stages.prepare.answers import Journal, Verifier
+from stages.prepare.answers import Journal, Verifier, answering_engine
 from stages.prepare.build import Limits, SplitReport, from_rows, from_verifier, usable
 from stages.prepare.chat import Chat, Tokens
 from stages.prepare.inputs import fingerprint
@@ -92,14 +91,7 @@ def build(
     if settings.regeneration.enabled:
         regeneration = settings.regeneration.model_dump(exclude={"enabled", "samples_per_prompt"})
         plan = {"verifier": identity.digest, "template": identity.chat_template, "engine_dtype": engine.dtype, "regeneration": regeneration}
-        config = EngineConfig(
-            model=str(directory),
-            dtype=engine.dtype,
-            max_model_len=engine.max_model_len,
-            max_num_seqs=engine.max_num_seqs,
-            kv_cache_bytes=engine.kv_cache_bytes,
-            trust_remote_code=params.verifier.trust_remote_code,
-        )
+        config = answering_engine(directory, engine, params.verifier.trust_remote_code)
         with Journal(work, plan) as journal:
             verifier = Verifier(journal, config, settings.regeneration)
             try:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from stages.artifacts import digest_json, write_json
 from stages.decoding.engine import Completion, Engine, EngineConfig, Request
+from stages.params import Engine as EngineSettings
 from stages.params import Regeneration
 from stages.prepare.chat import Chat, Tokens, common_length
 from stages.prepare.rows import TO_ANSWER, DroppedRowError, Message, Row
@@ -85,6 +86,23 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def answering_engine(directory: Path, settings: EngineSettings, trust_remote_code: bool) -> EngineConfig:
+    """The engine that answers: prompts are prefilled whole, several in one step where they fit.
+
+    After a step with a part of a prompt vLLM 0.32 turns a seeded request's generator back, which a CPU generator cannot do:
+    it would end with "CPU Generator does not use offset".
+    """
+    return EngineConfig(
+        model=str(directory),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        trust_remote_code=trust_remote_code,
+        extra={"enable_chunked_prefill": False},
+    )
 
 
 class Verifier:

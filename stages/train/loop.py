@@ -1,4 +1,4 @@
-"""The optimizer loop: AdamW, linear warm-up, cosine decay, exact resume.
+"""The optimizer loop: linear warm-up, cosine decay, exact resume.
 
 Step s uses samples, anchors and learning rate that are functions of s alone, so a run that was killed and resumed
 gives the weights of an undisturbed one, bit for bit on a CPU with the same number of threads.
@@ -19,6 +19,7 @@ from stages.params import Train
 from stages.train import state
 from stages.train.data import TrainingSet, make_batch, sample_order
 from stages.train.model_step import objective, validate
+from stages.train.optimizer import make_optimizers
 from stages.train.tracking import Log
 
 LOG_EVERY = 10
@@ -43,10 +44,6 @@ def learning_rate(step: int, params: Train) -> float:
     return params.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def make_optimizer(drafter: Drafter, params: Train) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(drafter.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, betas=(0.9, 0.95), fused=True)
-
-
 def set_threads(threads: int | None) -> int:
     """Fix the number of threads, so that sums have one order; returns it."""
     count = threads or len(os.sched_getaffinity(0))
@@ -62,23 +59,24 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
     """
     dtype = DTYPES[params.precision]
     k = drafter.config.draft_tokens
-    optimizer = make_optimizer(drafter, params)
+    optimizers = make_optimizers(drafter, params)
     work.mkdir(parents=True, exist_ok=True)
-    start = state.restore(work, drafter, optimizer)
+    start = state.restore(work, drafter, optimizers)
     order = sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
     made: list[Progress] = []
     drafter.train()
     with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0) as bar:
         for step in range(start, params.steps):
             rate = learning_rate(step, params)
-            for group in optimizer.param_groups:
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = rate
             batch = make_batch(data, order[step], params.anchors_per_sequence, k, params.decay_gamma, ("train", params.seed, step))
             out = objective(drafter, data.head, batch, params.loss, dtype)
-            optimizer.zero_grad(set_to_none=True)
+            drafter.zero_grad(set_to_none=True)
             out.loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.grad_clip)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             made.append(Progress(step, out.loss.item(), rate))
             bar.update()
             done = step + 1
@@ -94,7 +92,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
                 log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
                 drafter.train()
             if done % params.checkpoint_every == 0 and done < params.steps:
-                state.save(work, done, drafter, optimizer)
+                state.save(work, done, drafter, optimizers)
     drafter.eval()
     return made
 

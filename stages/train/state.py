@@ -19,23 +19,24 @@ def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def save(directory: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(directory: Path, step: int, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Write the state after `step` finished steps; the newest `KEEP` remain.
 
     Batches and anchors are functions of the step's number (stages/train/anchors.py), so no random state is kept.
     """
     with atomic_path(directory / f"step-{step:08d}.pt") as temporary:
-        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
+        torch.save({"step": step, "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}, temporary)
     for _, path in _checkpoints(directory)[:-KEEP]:
         path.unlink()
 
 
-def restore(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def restore(directory: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """Load the newest state; returns the number of finished steps, 0 without one."""
     found = _checkpoints(directory)
     if not found:
         return 0
     state: dict[str, Any] = torch.load(found[-1][1], weights_only=True)
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     return int(state["step"])

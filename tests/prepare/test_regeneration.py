@@ -17,6 +17,10 @@ import pytest
 
 from stages.artifacts import read_manifest, sha256_file
 from stages.dataset import SPLITS, TokenSample, read_split
+from stages.decoding.engine import Request
+from stages.decoding.isolated import run_isolated
+from stages.params import Engine as EngineSettings
+from stages.prepare.answers import answering_engine
 from tests.paths import REPOSITORY
 from tests.prepare.project import make_project, prepare
 from tests.tiny import make_verifier
@@ -164,3 +168,11 @@ def test_evaluation_prompts_wait_for_an_answer(samples: dict[str, list[TokenSamp
         assert not any(sample.loss_mask)
         assert sample.messages[-1]["role"] == "user"
         assert sample.turns == sum(message["role"] == "user" for message in sample.messages)
+
+
+def test_sampled_answers_to_more_prompt_than_a_step_holds(resumed: Resumed) -> None:
+    """vLLM must not cut a seeded request's prompt in two on a CPU (see `answering_engine`)."""
+    config = answering_engine(resumed.verifier, EngineSettings(dtype="float32", max_model_len=512, max_num_seqs=24), trust_remote_code=False)
+    requests = [Request(str(n), [300 + n] * 410, max_tokens=2, temperature=0.7, seed=n) for n in range(24)]
+    (completions,) = run_isolated(config, [requests]).completions
+    assert len(completions) == len(requests)
