@@ -15,6 +15,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -123,7 +124,8 @@ class Drafter(Section):
     num_layers: int = Field(2, ge=1, le=32, description="Layers of the backbone.")
     sample_from_anchor: bool = Field(
         False,
-        description="true: slot k predicts token p+k+1 from K inputs; false: masks sit at the predicted positions (served by every engine).",
+        description="true: slot k predicts token p+k+1 from K inputs (needs a Markov head: no engine serves it without); "
+        "false: masks sit at the predicted positions (served by every engine).",
     )
     draft_vocab_size: int | None = Field(None, ge=2, description="Most frequent tokens the drafter can propose; null: the verifier's whole vocabulary.")
     mask_token_id: int = Field(ge=0, description="Token that stands for a position to be drafted; one that chats never use.")
@@ -141,6 +143,12 @@ class Drafter(Section):
                 raise ValueError("algorithm dflash has no Markov and no confidence head: set markov_rank 0 and confidence_head false, or algorithm dspark")
         elif self.markov_rank == 0 and self.confidence_head and self.confidence_head_with_markov:
             raise ValueError("confidence_head_with_markov needs a Markov head: set markov_rank above 0, or confidence_head_with_markov false")
+        if self.sample_from_anchor and self.markov_rank == 0:
+            # vLLM's DFlash drafts from the masks alone: runner V2 refuses the layout, V1 and our plug-in would draft one position off, unseen.
+            raise ValueError(
+                f"sample_from_anchor = True with algorithm = '{self.algorithm}', markov_rank = 0: no engine serves this layout without a Markov head; "
+                "set sample_from_anchor false, or algorithm dspark and markov_rank above 0"
+            )
         return self
 
     @property
@@ -181,9 +189,7 @@ class Train(Section):
 class Convert(Section):
     """The exported checkpoint."""
 
-    verifier_name_or_path: str | None = Field(
-        None, description="What `vllm serve <checkpoint>` loads as verifier; null: the portable part of verifier.source."
-    )
+    verifier_name_or_path: str | None = Field(None, description="What `vllm serve <checkpoint>` loads as verifier; null: the portable part of verifier.source.")
 
 
 class Gate(Section):
@@ -260,29 +266,37 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "verifier": ("verifier", "mlflow"),
     "inputs": ("prepare",),
     "prepare": ("verifier", "engine", "prepare"),
-    "extract": ("engine", "extraction"),
+    "extract": ("verifier.trust_remote_code", "engine", "extraction"),
     "train": ("drafter", "train", "mlflow"),
     "convert": ("verifier", "convert"),
     "lock": (),
-    "gate": ("engine", "gate"),
-    "evaluate": ("engine", "evaluate"),
+    "gate": ("verifier.trust_remote_code", "engine", "gate"),
+    "evaluate": ("verifier.trust_remote_code", "engine", "evaluate"),
     "register": ("verifier", "mlflow"),
     "deploy": ("verifier", "engine", "deploy"),
 }
-"""Sections that each stage reads; `dvc.yaml` lists the same ones (held by tests/test_architecture.py)."""
+"""Sections that each stage reads, or single knobs of one; `dvc.yaml` lists the same ones (held by tests/test_architecture.py).
+
+Of `verifier`, stages that run it need to know whether they may: what it is they learn from its identity, so that another name
+or another way to the same model proves nothing anew.
+"""
 
 
 class StageParams:
-    """The sections of `Params` that one stage may read."""
+    """The sections of `Params` that one stage may read; of a section of which it lists single knobs, those alone."""
 
     def __init__(self, params: Params, stage: str) -> None:
         self._params = params
         self._stage = stage
 
     def __getattr__(self, section: str) -> Any:
-        if section not in SECTIONS[self._stage]:
+        listed = SECTIONS[self._stage]
+        if section in listed:
+            return getattr(self._params, section)
+        knobs = [entry.removeprefix(f"{section}.") for entry in listed if entry.startswith(f"{section}.")]
+        if not knobs:
             raise AttributeError(f"stage {self._stage} reads params section {section!r}, which dvc.yaml does not list for it")
-        return getattr(self._params, section)
+        return SimpleNamespace(**{knob: getattr(getattr(self._params, section), knob) for knob in knobs})
 
 
 def _yaml() -> YAML:

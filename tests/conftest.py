@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from stages.environment import ENGINE, LOCAL
+
 # Before any import of the libraries that read them: no test reports usage or asks a hub.
-for _name, _value in {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "DVC_NO_ANALYTICS": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "GOMP_SPINCOUNT": "5000",
-}.items():
+for _name, _value in (ENGINE | LOCAL | {"DVC_NO_ANALYTICS": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}).items():
     os.environ.setdefault(_name, _value)
 
 from tests.tiny import make_verifier  # noqa: E402

@@ -84,6 +84,59 @@ def test_the_graph_has_the_ten_stages_in_order() -> None:
         assert f"stages/{name}" in entry["deps"], f"{name}: its own code is not a dependency"
 
 
+def is_code(path: Path) -> bool:
+    """More than a docstring?"""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return any(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in body)
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module of `stages`; None for other modules, and for names inside modules."""
+    path = REPOSITORY.joinpath(*name.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if name.startswith("stages.") and file.is_file()), None)
+
+
+def imported_files(root: str) -> set[Path]:
+    """Every file with code below `stages` that running `root` imports, however indirectly; paths relative to the repository.
+
+    vLLM imports the plug-in by its entry point: it counts for whoever hands a drafter to an engine.
+    """
+    found: set[Path] = set()
+    ahead = {root}
+    seen: set[str] = set()
+    while ahead:
+        name = ahead.pop()
+        seen.add(name)
+        file = module_file(name)
+        if file is not None:
+            found.add(file.relative_to(REPOSITORY))
+            parts = name.split(".")
+            packages = {".".join(parts[:end]) for end in range(2, len(parts))}
+            ahead |= (packages | named_modules(ast.parse(file.read_text(encoding="utf-8")))) - seen
+        if not ahead and {"stages.decoding.engine", "stages.decoding.speculative"} <= seen:
+            ahead = {"stages.drafters.vllm_plugin"} - seen
+    return {path for path in found if is_code(REPOSITORY / path)}
+
+
+NO_RESULT = {Path("stages", name) for name in ("errors.py", "params.py", "process.py")}
+"""How a stage starts, fails and reads its params: DVC compares the params' values themselves."""
+
+
+@pytest.mark.parametrize("name", ["inputs", *STAGES])
+def test_a_stage_lists_the_code_it_runs(name: str) -> None:
+    """Code that is imported but not listed would change results and re-run nothing; code that is listed but not imported would re-run for nothing."""
+    listed = {Path(dep) for dep in GRAPH[name]["deps"] if dep.startswith("stages/")}
+    run = imported_files("stages.prepare.inputs" if name == "inputs" else f"stages.{name}.__main__") - NO_RESULT
+    assert {str(path) for path in run if not any(path.is_relative_to(dep) for dep in listed)} == set()
+    assert {str(dep) for dep in listed if not any(path.is_relative_to(dep) for path in run)} == set()
+
+
+def test_the_walk_over_imports_finds_what_is_named_in_strings_and_entry_points() -> None:
+    assert Path("stages/hidden_states/connector.py") in imported_files("stages.extract.__main__")
+    assert Path("stages/drafters/vllm_dspark.py") in imported_files("stages.evaluate.__main__")
+    assert Path("stages/drafters/vllm_dspark.py") not in imported_files("stages.train.__main__")
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_lists_the_params_it_may_read(name: str) -> None:
     """A section that is read but not listed would change results and re-run nothing."""
@@ -154,9 +207,7 @@ def test_every_knob_is_described() -> None:
 
 
 def test_every_knob_is_read_by_something() -> None:
-    read = {
-        node.attr for path, tree in trees("stages") if path.name != "params.py" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    }
+    read = {node.attr for path, tree in trees("stages") if path.name != "params.py" for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert [name for name, _ in knobs() if name.rpartition(".")[2] not in read] == []
 
 
@@ -186,8 +237,9 @@ def test_nothing_in_the_tree_names_one_machine() -> None:
 
 
 def test_dvc_and_params_agree_on_the_defaults() -> None:
-    """A section that dvc.yaml lists must stand in params.yaml: DVC refuses a parameter that the file lacks."""
-    written = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text(encoding="utf-8"))
+    """What dvc.yaml lists must stand in params.yaml: DVC refuses a parameter that the file lacks."""
+    data = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text(encoding="utf-8"))
+    written = {*data, *(f"{section}.{knob}" for section, knobs in data.items() for knob in knobs)}
     listed = {section for sections in SECTIONS.values() for section in sections}
-    assert listed <= set(written), f"add to params.yaml: {sorted(listed - set(written))}"
+    assert listed <= written, f"add to params.yaml: {sorted(listed - written)}"
     assert json.loads(json_schema())["required"], "the schema names what must be there"

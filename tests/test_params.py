@@ -39,6 +39,14 @@ def without(path: str) -> dict[str, Any]:
     return data
 
 
+def with_drafter(**values: Any) -> dict[str, Any]:
+    data = with_value("drafter.sample_from_anchor", False)
+    data["drafter"] |= values
+    return data
+
+
+FROM_ANCHOR = "params.yaml: drafter: sample_from_anchor = True with algorithm = '{}', markov_rank = 0: no engine serves this layout"
+
 REFUSED = [
     # misspelt and unknown keys, at each depth
     (with_value("trian", {"steps": 3}), "params.yaml: trian: unknown key"),
@@ -80,6 +88,9 @@ REFUSED = [
     # values that exclude each other
     (with_value("drafter.markov_rank", 0), "params.yaml: drafter: confidence_head_with_markov needs a Markov head"),
     (with_value("drafter.algorithm", "dflash"), "params.yaml: drafter: algorithm dflash has no Markov and no confidence head"),
+    (with_drafter(algorithm="dflash", markov_rank=0, confidence_head=False, sample_from_anchor=True), FROM_ANCHOR.format("dflash")),
+    (with_drafter(markov_rank=0, confidence_head=False, sample_from_anchor=True), FROM_ANCHOR.format("dspark")),
+    (with_drafter(markov_rank=0, confidence_head_with_markov=False, sample_from_anchor=True), FROM_ANCHOR.format("dspark")),
     (with_value("prepare.max_seq_len", 1 << 20), "prepare.max_seq_len (1048576) must be below engine.max_model_len ("),
     (with_value("prepare.evaluation_fraction", 0.95), "params.yaml: prepare: validation_fraction + evaluation_fraction must be below 1"),
     (with_value("evaluate.ngram_min", 99), "params.yaml: evaluate: ngram_min (99) must not be above ngram_max ("),
@@ -105,6 +116,10 @@ def test_rank_zero_is_allowed_where_nothing_needs_the_markov_head() -> None:
     data = with_value("drafter.markov_rank", 0)
     data["drafter"]["confidence_head_with_markov"] = False
     assert parse_params(data).drafter.markov_rank == 0
+
+
+def test_a_markov_head_may_draft_from_the_anchor() -> None:
+    assert parse_params(with_drafter(sample_from_anchor=True)).drafter.draft_tokens == GOOD["drafter"]["block_size"]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +169,11 @@ def test_a_stage_cannot_read_what_the_graph_does_not_list_for_it() -> None:
     for stage, sections in SECTIONS.items():
         view = StageParams(params, stage)
         for section in type(params).model_fields:
+            knobs = {entry.partition(".")[2] for entry in sections if entry.startswith(f"{section}.")}
             if section in sections:
                 assert getattr(view, section) is getattr(params, section)
+            elif knobs:
+                assert vars(getattr(view, section)) == {knob: getattr(getattr(params, section), knob) for knob in knobs}
             else:
                 with pytest.raises(AttributeError, match=f"stage {stage} reads params section '{section}'"):
                     getattr(view, section)

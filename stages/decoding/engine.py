@@ -15,16 +15,15 @@ counters are not used: they count accepted drafts beyond an end of sequence or a
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from stages.environment import prepare_environment
 from stages.errors import DraftlineError
 
 
@@ -106,29 +105,6 @@ def accepted_prefix(drafted: list[int], committed: list[int]) -> int:
             break
         count += 1
     return count
-
-
-def engine_environment(model: str) -> dict[str, str]:
-    """Environment variables that vLLM, and the libraries under it, should find when they are imported."""
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
-        # These engines run eagerly; what vLLM still compiles (log-probabilities) would need a C++ compiler on the machine.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
-    if Path(model).is_dir():
-        environment["HF_HUB_OFFLINE"] = "1"
-    return environment
-
-
-def prepare_environment(model: str) -> None:
-    """Set them in this process; call before vLLM is imported. What the user has set stays, in-process mode excepted."""
-    for name, value in engine_environment(model).items():
-        os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:

@@ -2,32 +2,42 @@
 
     run = run_isolated(EngineConfig(...), [[Request(...), ...], ...], desc="gate: fp32, plain")
 
-`EngineProcess` is the same, asked batch by batch. The parent writes JSON lines to the child's input (the engine's
-configuration, then the batches) and reads JSON lines from its output; whatever libraries print goes to standard error,
-like the progress bar. The child ends at the end of its input, and when its parent does.
+`EngineProcess` is the same, asked batch by batch. Its process comes from Python's fork server, which has imported vLLM
+(`stages.decoding.preloaded`) and holds no engine itself: engines share nothing but imported modules. Whatever libraries
+print there goes to the caller's standard error, like the progress bar. The process ends when its caller hangs up, and when its caller does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
+import multiprocessing
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
 from pydantic import ValidationError
 
-from stages.decoding.engine import Completion, Engine, EngineConfig, EngineError, Request, Round, check_requests, engine_environment
-from stages.decoding.nursery import nursery, serve
+from stages.decoding.engine import Completion, Engine, EngineConfig, EngineError, Request, check_requests
 from stages.decoding.speculative import ngram_config as ngram_config
 from stages.decoding.speculative import spec_config as spec_config
+from stages.environment import engine_environment
 from stages.errors import DraftlineError
+from stages.process import end_process_tree
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["stages.decoding.preloaded"])
+
+Life = Callable[[EngineConfig, Connection], int]
+"""What an engine's process does with its end of the connection; returns the exit status. See `engine_life`."""
 
 END_SECONDS = 20.0
 """Longest wait for an engine's process to end by itself."""
@@ -48,35 +58,12 @@ class IsolatedRun:
     load_seconds: float
 
 
-def _completion(data: dict[str, Any], name: str) -> Completion:
-    """A completion from its JSON form; JSON turns the token ids of `logprobs` into strings."""
-    logprobs = data["logprobs"]
-    return Completion(
-        name,
-        data["token_ids"],
-        data["finish_reason"],
-        [Round(**item) for item in data["rounds"]],
-        None if logprobs is None else [{int(token): value for token, value in position.items()} for position in logprobs],
-    )
-
-
-def _numbered(batch: list[Request]) -> list[dict[str, Any]]:
-    """Requests for the child, under their places in the batch: the callers' own ids need not be unique."""
-    return [{**asdict(request), "id": str(index)} for index, request in enumerate(batch)]
-
-
-def _request(data: dict[str, Any]) -> Request:
-    return Request(**{**data, "stop_token_ids": tuple(data["stop_token_ids"])})
-
-
 def cause(error: BaseException, kv_cache_bytes: int = 0) -> str:
     """The first error of a chain, on one line: vLLM wraps what went wrong in a more general one."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, ValidationError):
-        text = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
-    else:
-        text = " ".join(str(error).split()) or "no message"
+    details = [str(item["msg"]).removeprefix("Value error, ") for item in error.errors()] if isinstance(error, ValidationError) else [str(error)]
+    text = " ".join("; ".join(details).split()) or "no message"
     if "cache blocks" in text or "KV cache is needed" in text:
         text = f"engine.kv_cache_bytes = {kv_cache_bytes} is too small: {text}"
     if len(text) > CAUSE_LENGTH:
@@ -101,35 +88,47 @@ class EngineProcess:
         load_seconds: from the start of the process to the engine being ready, once `wait_ready` or `generate` returned.
     """
 
-    def __init__(self, config: EngineConfig, desc: str | None = None, module: str = "stages.decoding.isolated") -> None:
-        """Start it.
+    def __init__(self, config: EngineConfig, desc: str | None = None, live: Life | None = None) -> None:
+        """Start it; the first one of a program waits until the fork server has imported vLLM.
 
         Args:
             desc: name of the progress bars on stderr; None: no bars.
-            module: the child's; another one prepares its process and then calls our `main`.
+            live: the process's work, importable by name; None: an engine's.
+        Raises:
+            EngineError: no process can be started.
         """
         self.config = config
         self.desc = desc
         self.seconds = 0.0
         self.load_seconds = 0.0
         self._started = time.perf_counter()
-        self._nursery = nursery(module, {**engine_environment(config.model), **os.environ})
-        self._number, self._requests, self._results = self._nursery.start()
-        self._send({"config": asdict(config)})
+        self._connection, theirs = PROCESSES.Pipe()
+        with theirs, Connection(os.dup(2), readable=False) as stderr:
+            self._process = PROCESSES.Process(target=_begin, args=(live or engine_life, config, theirs, stderr), daemon=True)
+            try:
+                with _environment(engine_environment(config.model)):
+                    forkserver.ensure_running()
+                self._process.start()
+            except (EOFError, OSError) as error:
+                raise EngineError(f"{describe(config)}: the process that imports vLLM ended ({cause(error)}); what it printed is above") from None
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid or 0
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the process: in order after the work, at once after an error."""
-        if kind is not None:
-            self._nursery.kill(self._number)
         # End of file tells it to go. It may have gone already.
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-        if self._nursery.wait(self._number, END_SECONDS) is None:
-            self._nursery.kill(self._number)
-        self._results.close()
+        self._connection.close()
+        if kind is None:
+            self._process.join(END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
     def wait_ready(self) -> None:
         """Return when the engine has been loaded.
@@ -149,32 +148,31 @@ class EngineProcess:
         """
         check_requests(self.config, requests)
         self.wait_ready()
-        self._send({"batch": _numbered(requests), "desc": self.desc})
-        done: dict[int, Completion] = {}
-        while "completion" in (message := self._receive()):
-            index = int(message["completion"]["id"])
-            done[index] = _completion(message["completion"], requests[index].id)
-            if on_finished is not None:
-                on_finished(done[index])
-        self.seconds = message["seconds"]
-        return [done[index] for index in range(len(requests))]
-
-    def _send(self, message: dict[str, Any]) -> None:
         # A broken pipe: it has ended already, and what `_receive` finds tells why.
         with contextlib.suppress(BrokenPipeError):
-            self._requests.write(json.dumps(message) + "\n")
-            self._requests.flush()
+            # Under their places in the batch: the callers' own ids need not be unique.
+            self._connection.send(([replace(request, id=str(index)) for index, request in enumerate(requests)], self.desc))
+        done: dict[int, Completion] = {}
+        while isinstance(message := self._receive(), Completion):
+            index = int(message.id)
+            done[index] = replace(message, id=requests[index].id)
+            if on_finished is not None:
+                on_finished(done[index])
+        self.seconds = message
+        return [done[index] for index in range(len(requests))]
 
-    def _receive(self) -> dict[str, Any]:
-        line = self._results.readline()
-        if line:
-            message: dict[str, Any] = json.loads(line)
-            if "error" in message:
-                raise EngineError(f"{describe(self.config)}: {message['error']}")
-            return message
-        status = self._nursery.wait(self._number) or 0
-        how = f"ended by signal {-status}" + (" (out of memory?)" if status == -9 else "") if status < 0 else f"ended with status {status}"
-        raise EngineError(f"{describe(self.config)}: its process {how}; what it printed is above")
+    def _receive(self) -> Any:
+        """A completion, or the seconds of a finished batch (0 when the engine is ready)."""
+        try:
+            message = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            status = self._process.exitcode or 0
+            how = f"ended by signal {-status}" + (" (out of memory?)" if status == -9 else "") if status < 0 else f"ended with status {status}"
+            raise EngineError(f"{describe(self.config)}: its process {how}; what it printed is above") from None
+        if isinstance(message, EngineError):
+            raise message
+        return message
 
 
 def run_isolated(
@@ -203,48 +201,67 @@ def run_isolated(
         return IsolatedRun(completions, seconds, engine.load_seconds)
 
 
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """`variables` in the environment, for a process that starts inside; what the user has set stays."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _end_with_owner() -> None:
+    """End this process, and what it has started, when the one that asked for it is gone, killed or not."""
+    owner = multiprocessing.parent_process()
+    assert owner is not None
+    owner.join()
+    end_process_tree(os.getpid(), own=False)
+    os._exit(143)
+
+
+def _begin(live: Life, config: EngineConfig, connection: Connection, stderr: Connection) -> None:
+    """An engine's process, from the fork to its end."""
+    status = 1
+    try:
+        # Whatever libraries print goes to the caller's standard error.
+        os.dup2(stderr.fileno(), 2)
+        os.dup2(stderr.fileno(), 1)
+        # Libraries' locks are nameless then; named ones would be left behind where a process does not end in order.
+        multiprocessing.set_start_method("fork", force=True)
+        threading.Thread(target=_end_with_owner, daemon=True).start()
+        gc.enable()
+        status = live(config, connection)
+        connection.close()
+    except BaseException:
+        traceback.print_exc()
+    # Everything is delivered. An orderly end of the interpreter would free the engine piece by piece, for seconds.
+    os._exit(status)
+
+
 _ALIVE: list[Engine] = []
 """Keeps an engine from being taken apart when its work is done: that takes seconds, and the process ends anyway."""
 
 
-def _prepare() -> None:
-    """Import what an engine of this device needs."""
-    for module in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.sampling_params", "vllm.v1.executor.uniproc_executor"):
-        import_module(module)
-    if import_module("vllm.platforms").current_platform.is_cpu():
-        import_module("vllm.v1.worker.cpu_worker")
-
-
-def _work(requests: TextIO, results: TextIO) -> int:
-    """An engine's life: load what the first line describes, decode the batch of each later one; one JSON line per result."""
-
-    def send(message: dict[str, Any]) -> None:
-        results.write(json.dumps(message) + "\n")
-        results.flush()
-
-    config = EngineConfig(**json.loads(requests.readline())["config"])
+def engine_life(config: EngineConfig, connection: Connection) -> int:
+    """Load an engine, decode batches until the caller hangs up; returns the exit status."""
     try:
         engine = Engine(config)
         _ALIVE.append(engine)
-        send({"ready": True})
-        for line in requests:
-            message = json.loads(line)
-            engine.generate([_request(item) for item in message["batch"]], lambda done: send({"completion": asdict(done)}), message["desc"])
-            send({"seconds": engine.seconds})
+        connection.send(0.0)
+        while True:
+            try:
+                requests, desc = connection.recv()
+            except (EOFError, ConnectionResetError):
+                return 0
+            engine.generate(requests, connection.send, desc)
+            connection.send(engine.seconds)
     except BrokenPipeError:
         return 1  # Nobody listens any more.
     except Exception as error:
         if not isinstance(error, DraftlineError):
             traceback.print_exc()
-        send({"error": cause(error, config.kv_cache_bytes)})
+        connection.send(EngineError(f"{describe(config)}: {cause(error, config.kv_cache_bytes)}"))
         return 1
-    return 0
-
-
-def main() -> NoReturn:
-    """What a nursery's module calls."""
-    serve(_prepare, _work)
-
-
-if __name__ == "__main__":
-    main()

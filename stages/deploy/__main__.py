@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stages.artifacts import read_json, write_json
 from stages.decoding.speculative import installed_device
-from stages.deploy.fetch import fetch
+from stages.deploy.fetch import fetch, prune
 from stages.deploy.plan import build_plan, installed_engine
 from stages.pairing.identity import read_identity
 from stages.pairing.lock import require_pair
@@ -44,6 +44,7 @@ def run(params: Params, output: Path) -> None:
         **build_plan(params, device, verifier, checkpoint, read_json(checkpoint / "config.json")),
     }
     write_json(output / "plan.json", plan)
+    prune(checkpoint)
     print(f"plan: {registered['name']} version {registered['version']} on {device}, drafted by the {plan['served_by']}")
     for note in plan["notes"]:
         print(f"note: {note}")

@@ -1,13 +1,14 @@
 """The registered checkpoint, brought here from the registry and held against its digests.
 
-It lands in `outputs/deploy/served/<content>/`, which no stage and no `dvc repro` removes: what serves never comes
-from the workspace, where a failing stage has already deleted its outputs.
+It lands in `outputs/deploy/served/<content>/`, which `dvc repro` never removes: what serves never comes from the
+workspace, where a failing stage has already deleted its outputs. `prune` keeps what the plan needs and the one before.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from stages.process import OUTPUTS
 from stages.tracking import TrackingError, connect, tracking_errors
 
 SERVED = OUTPUTS / "deploy" / "served"
+KEPT = 2
+"""Checkpoints that stay: the plan's, and the one before it, which a server may still be starting with."""
 
 
 class VersionError(DraftlineError):
@@ -93,6 +96,8 @@ def fetch(registered: dict[str, Any], served: Path = SERVED) -> Path:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or registered["tracking_uri"]
     directory: Path = served / registered["content"][:16]
     complete = _is_complete(directory, registered["content"])
+    if complete:
+        os.utime(directory)  # used last: see `prune`
     try:
         source = _source(uri, registered)
     except TrackingError as error:
@@ -110,3 +115,13 @@ def fetch(registered: dict[str, Any], served: Path = SERVED) -> Path:
                     raise
                 raise VersionError(f"{_name(registered)}: its files in the registry are damaged or missing: {error}") from None
     return directory
+
+
+def prune(current: Path) -> list[Path]:
+    """Remove the fetched checkpoints beside `current`, but for the ones fetched last, `KEPT` altogether; returns what was removed."""
+    others = [entry for entry in current.parent.iterdir() if entry.is_dir() and not entry.name.startswith(".") and entry != current]
+    removed = sorted(others, key=lambda entry: entry.stat().st_mtime_ns, reverse=True)[KEPT - 1 :]
+    for entry in removed:
+        # Half removed it fails its digests, and is fetched again.
+        shutil.rmtree(entry)
+    return removed

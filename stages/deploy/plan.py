@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.decoding.speculative import DISTRIBUTIONS, Device, installed_device, spec_config
+from stages.environment import EAGER, ENGINE, LOCAL, THREADS
 from stages.params import Params
-
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # Verifier and drafter are local directories.
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 def installed_engine() -> str:
@@ -52,7 +45,7 @@ def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path,
     speculative = spec_config(checkpoint, config, device)
     # A Markov head under the method dflash is known to our class alone.
     plug_in = config["speculators_model_type"] == "dspark" and speculative["method"] == "dflash"
-    env = dict(ENVIRONMENT)
+    env = ENGINE | LOCAL
     notes = []
     argv = [
         *_command(device, verifier),
@@ -67,6 +60,7 @@ def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path,
     if device == "cpu":
         # The other devices size their cache by the memory they have.
         argv += ["--kv-cache-memory-bytes", str(params.engine.kv_cache_bytes)]
+        env |= THREADS | EAGER
     if device == "cpu" or plug_in:
         argv.append("--enforce-eager")
     if params.verifier.trust_remote_code:

@@ -91,7 +91,12 @@ def run(params: Params, output: Path) -> None:
     speculative = spec_config(checkpoint, config)
     draft_tokens: int = speculative["num_speculative_tokens"]
     engine = EngineConfig(
-        str(verifier_directory(identity)), params.engine.dtype, params.engine.max_model_len, params.engine.max_num_seqs, params.engine.kv_cache_bytes
+        model=str(verifier_directory(identity)),
+        dtype=params.engine.dtype,
+        max_model_len=params.engine.max_model_len,
+        max_num_seqs=params.engine.max_num_seqs,
+        kv_cache_bytes=params.engine.kv_cache_bytes,
+        trust_remote_code=params.verifier.trust_remote_code,
     )
     fast = speed_requests(chosen, settings)
     drafted, looked_up, pairs = decode(

@@ -16,26 +16,19 @@ from typing import Protocol
 from tqdm import tqdm
 
 from stages.dataset import TokenSample, read_split
-from stages.errors import ParamsError
 from stages.extract.dumps import check_room, largest_shard_bytes, prune, spool_directory
 from stages.hidden_states.format import HiddenSample, Plan, data_digest, estimate_bytes
 from stages.hidden_states.launch import ExtractionError, Extractor, Refused
 from stages.hidden_states.shards import ShardWriter
 from stages.pairing.identity import VerifierIdentity, read_identity
+from stages.pairing.lock import check_layer_ids
 from stages.pairing.store import revalidate
-from stages.params import PARAMS_FILE, Extraction, Params
+from stages.params import Extraction, Params
 from stages.process import OUTPUTS, stage_main
 
 SPLITS = ("train", "validation")
 REJECTED_FRACTION = 0.01
 """Samples that may be unusable; more mean that something is wrong with all of them."""
-
-
-def check_layers(layer_ids: list[int], num_layers: int) -> None:
-    """Refuse layer ids that the verifier does not have."""
-    for layer in layer_ids:
-        if layer > num_layers:
-            raise ParamsError(f"{PARAMS_FILE}: extraction.layer_ids = {layer_ids}: layer id {layer} is outside the verifier, allowed are 1..{num_layers}")
 
 
 def make_plan(identity: VerifierIdentity, samples: list[TokenSample], extraction: Extraction) -> Plan:
@@ -95,7 +88,7 @@ def dump(writer: ShardWriter, samples: list[TokenSample], source: Source) -> Non
 def run(params: Params, output: Path) -> None:
     extraction = params.extraction
     identity = read_identity()
-    check_layers(extraction.layer_ids, identity.num_layers)
+    check_layer_ids(extraction.layer_ids, identity.num_layers)
     samples = [sample for split in SPLITS for sample in read_split(OUTPUTS / "prepare", split)]
     plan = make_plan(identity, samples, extraction)
     dumps = output / "dumps"
@@ -109,7 +102,7 @@ def run(params: Params, output: Path) -> None:
         with spool_directory(output, spool_bytes) as spool:
             check_room(output, plan, missing, spool_bytes if spool.is_relative_to(output) else 0, extraction.disk_reserve_bytes, extraction.ignore_estimate)
             manifest.unlink(missing_ok=True)
-            with Extractor(plan, model, spool, params.engine.kv_cache_bytes) as extractor:
+            with Extractor(plan, model, spool, params.engine.kv_cache_bytes, params.verifier.trust_remote_code) as extractor:
                 dump(writer, samples, extractor)
     written = writer.write_manifest(manifest)
     prune(dumps, writer.directory, extraction.keep_dumps)

@@ -36,11 +36,11 @@ def make_cases(samples: list[TokenSample], settings: Gate, max_model_len: int) -
     return [*cases, long_prompt(samples, settings.max_tokens, max_model_len), *short_limits(cases)]
 
 
-def drafts_report(checkpoint: Path, verifier: Path, drafted: Run, rounds: int, near_tie: float) -> tuple[dict[str, Any], list[str]]:
+def drafts_report(checkpoint: Path, engine: EngineConfig, drafted: Run, rounds: int, near_tie: float) -> tuple[dict[str, Any], list[str]]:
     """The engine's drafts against our own forward (fp32).
 
     Args:
-        rounds: how many to compare. near_tie: smallest gap between our logits of the two tokens that is wrong.
+        engine: the verifier's. rounds: how many to compare. near_tie: smallest gap between our logits of the two tokens that is wrong.
     Returns:
         What the report says of it, and a line for each draft that no rounding explains.
     """
@@ -50,7 +50,16 @@ def drafts_report(checkpoint: Path, verifier: Path, drafted: Run, rounds: int, n
     # The other cases repeat rounds of these.
     whole = [index for index, case in enumerate(drafted.cases) if case.why in WHOLE]
     prompts = [drafted.cases[index].request.prompt_ids for index in whole]
-    parity = draft_parity(checkpoint, verifier, prompts, [drafted.drafted[index] for index in whole], rounds, desc="gate: drafts, our own forward")
+    completions = [drafted.drafted[index] for index in whole]
+    parity = draft_parity(
+        checkpoint,
+        Path(engine.model),
+        prompts,
+        completions,
+        rounds,
+        trust_remote_code=engine.trust_remote_code,
+        desc="gate: drafts, our own forward",
+    )
     wrong = [mismatch for mismatch in parity.mismatches if mismatch.gap >= near_tie]
     report = {
         "rounds": parity.rounds,
@@ -93,7 +102,7 @@ def prove(
     cases = make_cases(samples, settings, engine.max_model_len)
     compared = compare(start, engine, speculative, cases, near_tie, quantised=quantization["method"] != "none")
     runs, findings = compared.runs, compared.findings
-    parity, wrong_drafts = drafts_report(checkpoint, Path(engine.model), runs[-1], settings.parity_rounds, near_tie[runs[-1].dtype])
+    parity, wrong_drafts = drafts_report(checkpoint, engine, runs[-1], settings.parity_rounds, near_tie[runs[-1].dtype])
     report = {
         "reference": describe_reference(compared.without_fp32, noisy),
         "draft_tokens": speculative["num_speculative_tokens"],
@@ -124,7 +133,14 @@ def run(params: Params, output: Path, start: Start = EngineProcess) -> None:
     if not samples:
         raise ArtifactError(f"{OUTPUTS / 'prepare' / 'evaluation'}: no held-out prompts; raise prepare.evaluation_fraction")
     settings = params.engine
-    engine = EngineConfig(str(verifier_directory(identity)), settings.dtype, settings.max_model_len, settings.max_num_seqs, settings.kv_cache_bytes)
+    engine = EngineConfig(
+        model=str(verifier_directory(identity)),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        trust_remote_code=params.verifier.trust_remote_code,
+    )
     report, wrong, _ = prove(params.gate, engine, identity.quantization, checkpoint.absolute(), samples, start)
     verdict = {"verdict": "fail" if wrong else "pass", "verifier": identity.digest, "checkpoint": digest_json(manifest["files"])}
     # Before the verdict is acted on: a failure without its evidence helps nobody.

@@ -10,7 +10,6 @@ depends on the call alone.
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from stages.environment import prepare_environment
 from stages.errors import DraftlineError
 from stages.hidden_states.format import HiddenSample, Plan, refusal
 from stages.hidden_states.sinks import RefusedError, take
@@ -39,7 +39,7 @@ class Refused:
     reason: str
 
 
-def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) -> dict[str, Any]:
+def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> dict[str, Any]:
     """The arguments of vLLM's `EngineArgs` for one plan."""
     # One token is decoded after each prompt, and the cache-only layer wants one more position (its "draft" token).
     max_model_len = plan.max_seq_len + 2
@@ -51,6 +51,7 @@ def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) 
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_model_len),
         "kv_cache_memory_bytes": kv_cache_bytes,
         "seed": 0,
+        "trust_remote_code": trust_remote_code,
         "enforce_eager": True,
         # Tokens found in a prefix cache are not computed: their states would be missing.
         "enable_prefix_caching": False,
@@ -71,19 +72,6 @@ def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) 
     }
 
 
-def prepare_environment() -> None:
-    """What vLLM reads from the environment; call before it is imported. What the user has set stays, in-process mode excepted."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
 def start_error(error: Exception, kv_cache_bytes: int) -> ExtractionError:
     """vLLM's reason for not starting, in one line that names the knob where there is one."""
     text = " ".join(str(error).split())
@@ -100,7 +88,7 @@ def start_error(error: Exception, kv_cache_bytes: int) -> ExtractionError:
 class Extractor:
     """A running extracting engine. Use it as a context manager: it holds the model's memory until it is closed."""
 
-    def __init__(self, plan: Plan, model: Path, spool: Path, kv_cache_bytes: int) -> None:
+    def __init__(self, plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> None:
         """
         Args:
             model: directory of the verifier.
@@ -108,14 +96,15 @@ class Extractor:
         Raises:
             ExtractionError: the engine does not start.
         """
-        prepare_environment()
+        prepare_environment(str(model))
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._plan = plan
         self._spool = spool
         try:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(plan, model, spool, kv_cache_bytes)))
+            arguments = engine_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
             raise start_error(error, kv_cache_bytes) from error
 

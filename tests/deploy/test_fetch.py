@@ -14,7 +14,7 @@ import pytest
 
 from stages.artifacts import file_table, read_json, read_manifest, write_json
 from stages.deploy.__main__ import run as run_deploy
-from stages.deploy.fetch import SERVED, VersionError, fetch
+from stages.deploy.fetch import SERVED, VersionError, fetch, prune
 from stages.deploy.serve import ready_plan
 from stages.errors import DraftlineError, PairError
 from stages.params import read_params
@@ -122,6 +122,27 @@ class TestStage:
         assert str(CHECKPOINT) not in " ".join(plan["argv"])
         assert plan["argv"][plan["argv"].index("--model") + 1] == plan["verifier"]["directory"]
         assert Path(plan["verifier"]["directory"], "config.json").is_file()
+
+    def test_the_plan_s_checkpoint_and_the_one_before_stay_older_ones_go(self, registered: dict[str, Any]) -> None:
+        """They are as large as a drafter, and every registered version leaves one."""
+        first = Path(self.deploy()["checkpoint"])
+        for age, name in enumerate(["before", "older", "oldest"], 1):
+            shutil.copytree(first, SERVED / name)
+            os.utime(SERVED / name, (1e9 - age, 1e9 - age))
+        self.deploy()
+        assert {entry.name for entry in SERVED.iterdir()} == {first.name, "before"}
+        assert ready_plan()["checkpoint"] == str(first)
+
+    def test_serving_an_old_checkpoint_again_makes_it_the_newest(self, registered: dict[str, Any]) -> None:
+        old = fetch(registered)
+        for name in ("current", "later"):
+            shutil.copytree(old, SERVED / name)
+        os.utime(old, (1e9, 1e9))
+        os.utime(SERVED / "later", (2e9, 2e9))
+        fetch(registered)
+        assert old.stat().st_mtime > 1.5e9
+        os.utime(SERVED / "later", (1e9, 1e9))
+        assert prune(SERVED / "current") == [SERVED / "later"]
 
     def test_a_pair_that_the_lock_rejects_gets_no_plan(self, registered: dict[str, Any]) -> None:
         path = Path("outputs/verifier/identity.json")

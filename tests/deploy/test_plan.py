@@ -10,6 +10,7 @@ import pytest
 
 from stages.deploy.plan import build_plan, installed_engine
 from stages.deploy.server import base_url
+from stages.environment import EAGER, ENGINE, LOCAL, THREADS
 from stages.params import Params, read_params
 from tests.paths import REPOSITORY
 
@@ -69,6 +70,16 @@ def test_other_heads_are_served_by_the_plug_in_only_and_the_plan_says_so(params:
     assert out["env"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert "--enforce-eager" in out["argv"]
     assert f"the {head} Markov head runs in Draftline's vLLM plug-in" in out["notes"][0]
+
+
+@pytest.mark.parametrize(("device", "there"), [("cpu", True), ("cuda", False), ("ascend", False)])
+def test_a_cpu_server_finds_no_compiler_and_busy_cores(params: Params, device: str, there: bool) -> None:
+    """vLLM compiles log-probabilities with g++ even under --enforce-eager, and OpenMP's threads spin; both are read before any of our code runs."""
+    env = plan(params, device, config())["env"]
+    assert ("TORCH_COMPILE_DISABLE" in env, "GOMP_SPINCOUNT" in env) == (there, there)
+    if there:
+        assert env.items() >= (THREADS | EAGER).items()
+    assert env.items() >= (ENGINE | LOCAL).items()
 
 
 def test_plain_dflash_needs_no_plug_in(params: Params) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from stages.artifacts import digest_json, read_json, read_manifest, write_json
 from stages.dataset import read_split, write_split
+from stages.decoding.engine import EngineConfig
 from stages.errors import ArtifactError, DraftlineError, PairError
 from stages.evaluate.__main__ import run, speed_requests
 from stages.params import Evaluate, Params, StageParams, parse_params, read_params
@@ -16,9 +17,10 @@ from tests.gate.pair import KINDS, make_bigram_verifier, write_outputs, write_sa
 from tests.paths import REPOSITORY
 
 
-def stage_params(**evaluate: int) -> Params:
+def stage_params(trust_remote_code: bool = False, **evaluate: int) -> Params:
     """params.yaml of the repository with a tiny engine."""
     data = read_params(REPOSITORY / "params.yaml").model_dump()
+    data["verifier"]["trust_remote_code"] = trust_remote_code
     data["engine"] |= {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_bytes": 1 << 26}
     data["prepare"]["max_seq_len"] = 128
     data["evaluate"] |= evaluate
@@ -71,6 +73,21 @@ def test_without_held_out_prompts_there_is_nothing_to_say(outputs: Path) -> None
     write_split(outputs / "prepare", "evaluation", [])
     with pytest.raises(ArtifactError, match="no held-out prompts"):
         run(stage_params(), outputs / "evaluate")
+
+
+class StartedError(Exception):
+    """Stands for an engine: it is started, and that is all."""
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_engines_may_run_the_model_s_code_where_the_user_lets_them(outputs: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
+    def start(config: EngineConfig, desc: str | None) -> None:
+        raise StartedError(config.trust_remote_code)
+
+    monkeypatch.setattr("stages.evaluate.__main__.EngineProcess", start)
+    with pytest.raises(StartedError) as started:
+        run(stage_params(trust_remote_code=trusted), outputs / "evaluate")
+    assert started.value.args == (trusted,)
 
 
 @pytest.mark.integration

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from stages.artifacts import read_json
+from stages.artifacts import read_json, write_json
 from stages.dataset import read_split
-from stages.errors import ParamsError
-from stages.extract.__main__ import check_layers, dump
+from stages.extract.__main__ import dump, run
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import ExtractionError, Refused
+from stages.hidden_states.launch import ExtractionError, Refused, engine_arguments
 from stages.hidden_states.shards import ShardWriter, open_dump
+from stages.params import Params, StageParams, parse_params, read_params
 from tests.extract.workspace import extract, last_line, make_workspace, start, token_sample
 from tests.hidden_states.samples import make_plan
 
@@ -26,16 +27,10 @@ SHARD = 1
 TRAIN = 60
 
 
-def test_layers_outside_the_verifier_are_refused_naming_value_and_range() -> None:
-    check_layers([1, 30], 30)
-    with pytest.raises(ParamsError, match=r"params\.yaml: extraction\.layer_ids = \[2, 31\]: layer id 31 is outside the verifier, allowed are 1\.\.30"):
-        check_layers([2, 31], 30)
-
-
 @pytest.mark.parametrize(
     ("extraction", "expected"),
     [
-        ({"layer_ids": [2, 7]}, "draftline extract: params.yaml: extraction.layer_ids = [2, 7]: layer id 7 is outside the verifier, allowed are 1..6"),
+        ({"layer_ids": [2, 7]}, "draftline extract: params.yaml: extraction.layer_ids = [2, 7]: 7 is outside 1..6 (the verifier has 6 layers)"),
         ({"disk_reserve_bytes": 1 << 60}, "draftline extract: outputs/extract: the dump needs about "),
     ],
 )
@@ -46,6 +41,45 @@ def test_refusals_are_one_line_and_come_before_any_engine(tmp_path: Path, tiny_v
     assert len(output.strip().splitlines()) == 1
     assert output.startswith(expected)
     assert not list((tmp_path / "outputs" / "extract").rglob("shard-*"))
+
+
+class StartedError(Exception):
+    """Stands for an engine: it is started, and that is all."""
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_engine_may_run_the_model_s_code_where_the_user_lets_it(
+    tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    def start(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> None:
+        raise StartedError(engine_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)["trust_remote_code"])
+
+    make_workspace(tmp_path, tiny_verifier, 4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stages.extract.__main__.Extractor", start)
+    data = read_params().model_dump()
+    data["verifier"]["trust_remote_code"] = trusted
+    with pytest.raises(StartedError) as started:
+        run(cast(Params, StageParams(parse_params(data), "extract")), Path("outputs/extract"))
+    assert started.value.args == (trusted,)
+
+
+@pytest.mark.integration
+def test_a_verifier_that_ships_code_is_extracted_where_the_user_lets_it(tmp_path: Path, tiny_verifier: Path) -> None:
+    verifier = tmp_path / "verifier"
+    shutil.copytree(tiny_verifier, verifier)
+    config = read_json(verifier / "config.json")
+    write_json(verifier / "config.json", config | {"model_type": "homegrown", "auto_map": {"AutoConfig": "configuration.HomegrownConfig"}})
+    code = "from transformers import LlamaConfig\n\n\nclass HomegrownConfig(LlamaConfig):\n    model_type = 'homegrown'\n"
+    (verifier / "configuration.py").write_text(code, encoding="utf-8")
+    make_workspace(tmp_path, verifier, 4)
+    status, output = extract(tmp_path)
+    assert status == 1
+    assert "trust_remote_code" in last_line(output)
+    params = tmp_path / "params.yaml"
+    params.write_text(params.read_text(encoding="utf-8").replace("trust_remote_code: false", "trust_remote_code: true"), encoding="utf-8")
+    status, output = extract(tmp_path)
+    assert status == 0, output
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,19 @@
 """An isolated engine with a deliberately broken acceptance rule: it accepts every draft.
 
-    EngineProcess(config, desc, module="tests.gate.broken_engine")
+    EngineProcess(config, desc, live=broken_life)
 
-Stands in its own process, so nothing of it reaches an engine that is meant to be right.
+It is broken in its own process, so nothing of that reaches an engine that is meant to be right.
 """
 
 from __future__ import annotations
 
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from stages.decoding.engine import prepare_environment
-from stages.decoding.isolated import main
+from stages.decoding.engine import EngineConfig
+from stages.decoding.isolated import engine_life
 
 
 def break_acceptance() -> None:
@@ -30,7 +31,6 @@ def break_acceptance() -> None:
     rejection_sampler.rejection_sample = accept_everything
 
 
-if __name__ == "__main__":
-    prepare_environment("")
+def broken_life(config: EngineConfig, connection: Connection) -> int:
     break_acceptance()
-    main()
+    return engine_life(config, connection)

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from stages.artifacts import read_json, write_json, write_manifest
 from stages.dataset import read_split, write_split
 from stages.decoding.engine import EngineConfig
-from stages.decoding.isolated import EngineProcess
+from stages.decoding.isolated import EngineProcess, engine_life
 from stages.errors import ArtifactError, DraftlineError, PairError
 from stages.gate.__main__ import drafts_report, prove, run
 from stages.gate.cases import LIMITS
 from stages.gate.proof import Run
 from stages.pairing.identity import compute_identity
 from stages.params import Gate, Params, StageParams, parse_params, read_params
+from tests.gate.broken_engine import broken_life
 from tests.gate.pair import KINDS, make_bigram_verifier, write_outputs
 from tests.paths import REPOSITORY
 
@@ -27,8 +28,9 @@ SETTINGS = Gate(prompts_per_kind=2, max_tokens=24, parity_rounds=40)
 ENGINE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_bytes": 1 << 26}
 
 
-def stage_params(dtype: str = "float32") -> Params:
+def stage_params(dtype: str = "float32", trust_remote_code: bool = False) -> Params:
     data = read_params(REPOSITORY / "params.yaml").model_dump()
+    data["verifier"]["trust_remote_code"] = trust_remote_code
     data["engine"] |= ENGINE | {"dtype": dtype}
     data["prepare"]["max_seq_len"] = 128
     data["gate"] = SETTINGS.model_dump()
@@ -76,6 +78,28 @@ def test_without_held_out_prompts_there_is_no_proof(root: Path) -> None:
         run(stage_params(), root / "outputs" / "gate", no_engine)
 
 
+class StartedError(Exception):
+    """Stands for an engine or a forward of ours: it is started, and that is all."""
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_engines_and_our_own_forward_may_run_the_model_s_code_where_the_user_lets_them(root: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
+    def start(config: EngineConfig, desc: str) -> EngineProcess:
+        raise StartedError(config)
+
+    def forward(*arguments: object, trust_remote_code: bool = False, **named: object) -> None:
+        raise StartedError(trust_remote_code)
+
+    with pytest.raises(StartedError) as started:
+        run(stage_params(trust_remote_code=trusted), root / "outputs" / "gate", start)
+    (config,) = started.value.args
+    assert config.trust_remote_code is trusted
+    monkeypatch.setattr("stages.decoding.parity.draft_parity", forward)
+    with pytest.raises(StartedError) as started:
+        drafts_report(root, config, Run("float32", [], []), 1, 1.0)
+    assert started.value.args == (trusted,)
+
+
 Proof = tuple[dict[str, Any], list[str], list[Run], Path]
 
 
@@ -87,7 +111,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proof]:
         patch.chdir(root)
         verifier = make_bigram_verifier(root / "verifier")
         write_outputs(root, verifier)
-        engine = EngineConfig(str(verifier), "bfloat16", ENGINE["max_model_len"], ENGINE["max_num_seqs"], ENGINE["kv_cache_bytes"])
+        engine = EngineConfig(str(verifier), "bfloat16", **ENGINE)
         checkpoint = root / "outputs" / "convert" / "checkpoint"
         samples = read_split(root / "outputs" / "prepare", "evaluation")
         yield *prove(SETTINGS, engine, compute_identity(verifier).quantization, checkpoint, samples, EngineProcess), root
@@ -141,18 +165,18 @@ def test_a_wrong_drafter_is_caught_although_it_is_lossless(proof: Proof, tmp_pat
     weights = load_file(other / "model.safetensors")
     weights["markov_head.markov_w1.weight"] = weights["markov_head.markov_w1.weight"].roll(1, dims=0)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    report, wrong = drafts_report(other, root / "verifier", runs[-1], SETTINGS.parity_rounds, SETTINGS.fp32_near_tie)
+    engine = EngineConfig(str(root / "verifier"), "float32", **ENGINE)
+    report, wrong = drafts_report(other, engine, runs[-1], SETTINGS.parity_rounds, SETTINGS.fp32_near_tie)
     assert report["wrong"] > report["rounds"] // 2
     assert len(wrong) == report["wrong"]
     assert wrong[0].startswith("draft of ")
 
 
 @pytest.mark.integration
-def test_an_engine_that_accepts_every_draft_fails_the_stage_with_its_evidence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_accepts_every_draft_fails_the_stage_with_its_evidence(root: Path) -> None:
     def start(config: EngineConfig, desc: str) -> EngineProcess:
-        return EngineProcess(config, desc, module="tests.gate.broken_engine" if config.speculative else "stages.decoding.isolated")
+        return EngineProcess(config, desc, broken_life if config.speculative else engine_life)
 
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     with pytest.raises(DraftlineError, match=r"report\.json: verdict fail"):
         run(stage_params(), root / "outputs" / "gate", start)
     report = read_json(root / "outputs" / "gate" / "report.json")

@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file, save_file
 
+from stages.environment import prepare_environment
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import ExtractionError, Extractor, engine_arguments, prepare_environment
+from stages.hidden_states.launch import ExtractionError, Extractor, engine_arguments
 from tests.paths import REPOSITORY
 
 Batch = list[tuple[str, list[int]]]
@@ -69,7 +70,7 @@ def refuse_prefix_caching(arguments: dict[str, Any]) -> str:
 def main(job_path: str, out: str) -> None:
     job = json.loads(Path(job_path).read_text())
     plan, model, spool = Plan.from_json(job["plan"]), Path(job["model"]), Path(job["spool"])
-    prepare_environment()
+    prepare_environment(str(model))
     errors = {"prefix_caching": refuse_prefix_caching(engine_arguments(plan, model, spool, job["kv_cache_bytes"]))}
     tensors: dict[str, torch.Tensor] = {}
     with Extractor(plan, model, spool, job["kv_cache_bytes"]) as extractor:

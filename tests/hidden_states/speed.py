@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.environment import prepare_environment
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import Extractor, engine_arguments, prepare_environment
+from stages.hidden_states.launch import Extractor, engine_arguments
 from stages.hidden_states.shards import ShardWriter
 
 KV_CACHE_BYTES = 1 << 30
@@ -57,7 +58,7 @@ def dump(plan: Plan, model: Path, samples: list[tuple[str, list[int]]], folder: 
 
 def main(kind: str, job_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
-    prepare_environment()
+    prepare_environment(job["model"])
     samples = [(name, tokens) for name, tokens in job["samples"]]
     run = {"plain": plain, "dump": dump}[kind](Plan.from_json(job["plan"]), Path(job["model"]), samples, Path(job_path).parent)
     run()  # the first pass allocates

@@ -27,7 +27,7 @@ PROMPTS_PER_KIND = 8
 WORDS = ("river", "house", "children", "function", "numbers", "France", "water", "moon", "apples", "soup", "forest", "evening", "engine")
 
 SMALL: dict[str, dict[str, Any]] = {
-    "verifier": {"name": "tiny", "source": "models/tiny", "quantization": "as-is"},
+    "verifier": {"name": "tiny", "source": "models/tiny", "quantization": "as-is", "trust_remote_code": False},
     "engine": {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "kv_cache_bytes": 1 << 27},
     "prepare": {
         "inputs": ["data/prompts/*.jsonl"],
