@@ -42,9 +42,7 @@ SCALARS = st.characters(exclude_categories=["Cs"])
 
 def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python process that runs `code` with the repository on its path."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, text=True)
 
 
 def kill_when_it_says(process: subprocess.Popen[str], word: str) -> None:

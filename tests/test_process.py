@@ -95,8 +95,10 @@ class TestErrors:
 
 class TestLock:
     def test_a_second_writer_waits_and_is_then_refused(self, tmp_path: Path) -> None:
-        with output_lock(tmp_path / "train"), pytest.raises(DraftlineError, match=r"train/\.lock: another process has written here for 1 s"), output_lock(
-            tmp_path / "train", seconds=1.0
+        with (
+            output_lock(tmp_path / "train"),
+            pytest.raises(DraftlineError, match=r"train/\.lock: another process has written here for 1 s"),
+            output_lock(tmp_path / "train", seconds=1.0),
         ):
             pass
 
@@ -162,8 +164,7 @@ class TestParents:
         wait = "import os, time\nwhile os.getppid() == int(os.environ['STARTER']): time.sleep(0.05)\n"
         (here / "stage.py").write_text(wait + RUN.format(body="(output / 'mine').touch()"), encoding="utf-8")
         starter = (
-            "import os, subprocess, sys\n"
-            "subprocess.Popen([sys.executable, 'stage.py'], env={**os.environ, 'STARTER': str(os.getpid()), 'DVC_STAGE': 'lock'})\n"
+            "import os, subprocess, sys\nsubprocess.Popen([sys.executable, 'stage.py'], env={**os.environ, 'STARTER': str(os.getpid()), 'DVC_STAGE': 'lock'})\n"
         )
         with (here / "log").open("w") as log:
             subprocess.run([sys.executable, "-c", starter], cwd=here, env=environment(), stderr=log, timeout=60, check=True)

@@ -37,9 +37,7 @@ def read(settings: Settings, tally: Tally) -> tuple[list[KeyedRow], list[KeyedRo
     held_out, duplicates = without_duplicates(read_rows(held_out_files, tally, settings.on_error, "all" if regenerate else "last"), settings.seed)
     tally.duplicates += duplicates
     prompts = {keyed.prompt for keyed in held_out}
-    rows, duplicates = without_duplicates(
-        read_rows(files, tally, settings.on_error, "all" if regenerate else "none"), settings.seed, held_out=prompts
-    )
+    rows, duplicates = without_duplicates(read_rows(files, tally, settings.on_error, "all" if regenerate else "none"), settings.seed, held_out=prompts)
     tally.duplicates += duplicates
     unique = with_unique_ids([*held_out, *rows])
     return take(unique[len(held_out) :], settings.limit, tally), unique[: len(held_out)]

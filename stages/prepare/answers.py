@@ -120,9 +120,7 @@ class Verifier:
         temperature = self._settings.temperature if sample == 0 else self._settings.extra_temperature
         key = digest_json([prompt_ids, sample, temperature])
         seed = int(digest_json([self._settings.seed, key])[:8], 16) if temperature > 0 else None
-        return Request(
-            id=key, prompt_ids=prompt_ids, max_tokens=self._settings.max_tokens, temperature=temperature, top_p=self._settings.top_p, seed=seed
-        )
+        return Request(id=key, prompt_ids=prompt_ids, max_tokens=self._settings.max_tokens, temperature=temperature, top_p=self._settings.top_p, seed=seed)
 
     def answer(self, requests: list[Request], desc: str) -> list[Answer]:
         """An answer to each request, in order; equal requests are asked once."""

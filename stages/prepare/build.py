@@ -140,9 +140,7 @@ def _training_sample(sample: Sample, limits: Limits, report: SplitReport) -> Sam
     return replace(sample, tokens=tokens, turns=turns, messages=sample.messages[: answers[turns - 1] + 1])
 
 
-def from_rows(
-    splits: Mapping[str, list[KeyedRow]], tokens: Mapping[str, Tokens], chat: Chat, limits: Limits, tally: Tally
-) -> dict[str, SplitReport]:
+def from_rows(splits: Mapping[str, list[KeyedRow]], tokens: Mapping[str, Tokens], chat: Chat, limits: Limits, tally: Tally) -> dict[str, SplitReport]:
     """Samples of all splits with the answers that the rows hold; `tokens`: row id → tokens of training and validation rows."""
     reports = {split: SplitReport() for split in splits}
     for split, rows in splits.items():

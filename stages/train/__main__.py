@@ -90,9 +90,7 @@ def run(params: Params, output: Path) -> None:
     frozen = load_frozen(directory, dtype)
     samples = read_split(OUTPUTS / "prepare", "train")
     check_mask_token(samples, config.mask_token_id)
-    draft_ids = (
-        choose_draft_vocabulary(samples, config.draft_vocab_size, config.vocab_size, identity.eos_token_ids) if config.reduced_vocabulary else None
-    )
+    draft_ids = choose_draft_vocabulary(samples, config.draft_vocab_size, config.vocab_size, identity.eos_token_ids) if config.reduced_vocabulary else None
     data = TrainingSet(samples, dump, frozen, draft_ids, dtype)
     held_out = read_split(OUTPUTS / "prepare", "validation")
     validation = TrainingSet(held_out, dump, frozen, draft_ids, dtype) if held_out else None

@@ -121,9 +121,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return grad_inputs[:, : ctx.width], grad_features, grad_w2, None, None, None, None, None
 
 
-def vocabulary_loss(
-    hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float
-) -> tuple[Tensor, Tensor]:
+def vocabulary_loss(hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float) -> tuple[Tensor, Tensor]:
     """Weighted `ce · CE + tv · L1` over all slots.
 
     Args:

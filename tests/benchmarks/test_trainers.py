@@ -1,6 +1,6 @@
 """Does the Markov head pay, and does our trainer? The demo's drafter against two others on its own data.
 
-    cd <where `make demo` ran>; pytest -m benchmark --timeout=0 -s tests/benchmarks/test_trainers.py
+cd <where `make demo` ran>; pytest -m benchmark --timeout=0 -s tests/benchmarks/test_trainers.py
 """
 
 from __future__ import annotations

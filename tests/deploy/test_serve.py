@@ -161,9 +161,16 @@ class TestReadingTheServer:
         )
         (tmp_path / "metrics").write_text(metrics, encoding="utf-8")
         files = subprocess.Popen(
-            [sys.executable, "-u", "-c", "import http.server as h; s = h.ThreadingHTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler); "
-             "print(s.server_port); s.serve_forever()"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            [
+                sys.executable,
+                "-u",
+                "-c",
+                "import http.server as h; s = h.ThreadingHTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler); print(s.server_port); s.serve_forever()",
+            ],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         try:
             assert files.stdout is not None

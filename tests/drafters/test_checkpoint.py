@@ -75,9 +75,7 @@ def test_a_missing_config_key_is_named(tmp_path: Path) -> None:
         load_drafter(tmp_path, frozen(), torch.float32)
 
 
-@pytest.mark.parametrize(
-    "changes", [k for k in KINDS if k.get("algorithm") != "dspark" or k.get("markov_rank")], ids=name_of
-)
+@pytest.mark.parametrize("changes", [k for k in KINDS if k.get("algorithm") != "dspark" or k.get("markov_rank")], ids=name_of)
 def test_speculators_drafts_the_same_tokens(changes: dict[str, Any], tmp_path: Path) -> None:
     """Conformance: the `speculators` package loads the checkpoint and its own forward gives our logits (fp32)."""
     speculators = pytest.importorskip("speculators", reason="test-only dependency")

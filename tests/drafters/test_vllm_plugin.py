@@ -52,9 +52,7 @@ def test_the_wheel_holds_all_that_the_plug_in_imports(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("by", ["tokens", "logits"])
 @pytest.mark.parametrize("draft_ids", [None, torch.arange(1, VOCAB, 2)], ids=["whole vocabulary", "reduced vocabulary"])
-def test_the_planted_chain_is_drafted_token_by_token_whatever_the_batch(
-    draft_ids: torch.Tensor | None, by: str, tiny_verifier: Path, tmp_path: Path
-) -> None:
+def test_the_planted_chain_is_drafted_token_by_token_whatever_the_batch(draft_ids: torch.Tensor | None, by: str, tiny_verifier: Path, tmp_path: Path) -> None:
     """Every draft follows from the one before it, the first from the anchor; K changes with the batch under dynamic speculation.
 
     The chain stays among the odd ids, so the reduced vocabulary can draft all of it.

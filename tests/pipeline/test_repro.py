@@ -119,9 +119,7 @@ class TestTheGraph:
         assert len(versions(clone)) == 2
 
 
-def test_kills_at_every_boundary_and_inside_extract_and_train_change_no_byte(
-    undisturbed: Whole, verifier: Path, tmp_path: Path
-) -> None:
+def test_kills_at_every_boundary_and_inside_extract_and_train_change_no_byte(undisturbed: Whole, verifier: Path, tmp_path: Path) -> None:
     assert undisturbed.run.status == 0
     clone = Clone(tmp_path / "repository", verifier)
     for stage in ("verifier", "inputs", "prepare", "extract"):
