@@ -1,16 +1,17 @@
 """The trainer of the `speculators` package, driven on a CPU: its model, its loss, its anchors, in a plain loop.
 
 Its defaults fail on a CPU (flex attention has no backward there, the fused loss needs Triton), so attention is `sdpa` and the
-loss `eager`: what its own documentation offers instead. Optimizer and schedule are built by its own code with its own
-defaults (`muon`) or with its other choice (`adamw`); model shape, initial weights, sequences and anchors are ours.
+loss `eager`: what its own documentation offers instead. Optimizers are built by its own code; initial weights, sequences and
+anchors of a step are ours.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,16 +21,26 @@ from stages.params import Params
 from stages.train.data import TrainingSet, sample_order
 from tests.benchmarks.variants import export, new_drafter
 
-OPTIMIZERS = ("adamw", "muon")
 WARMUP = 0.04
 
 
-def build(directory: Path, params: Params) -> tuple[Any, TrainingSet]:
-    """Its model with our initial weights, shape and draft vocabulary."""
+@dataclass(frozen=True)
+class Recipe:
+    """How the reference trains. Its own defaults are `muon` and the verifier's whole vocabulary; the demo reduces ours."""
+
+    optimizer: Literal["muon", "adamw"]
+    whole_vocabulary: bool
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}, {'whole' if self.whole_vocabulary else 'reduced'} vocabulary"
+
+
+def build(directory: Path, params: Params, recipe: Recipe) -> tuple[Any, TrainingSet]:
+    """Its model with our initial weights."""
     from speculators.models.dspark import DSparkDraftModel
     from speculators.models.dspark.config import DSparkSpeculatorConfig
 
-    drafter, data = new_drafter(params)
+    drafter, data = new_drafter(params, recipe.whole_vocabulary)
     initial = export(directory / "initial", drafter.config, drafter.state_dict(), data.draft_ids, str(verifier_directory(read_identity())))
     config = DSparkSpeculatorConfig.from_pretrained(initial)
     config.transformer_layer_config._attn_implementation = "sdpa"
@@ -60,7 +71,7 @@ def batch(data: TrainingSet, indices: list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-def train_reference(directory: Path, params: Params, seconds: float, optimizer: str) -> tuple[Path, int]:
+def train_reference(directory: Path, params: Params, seconds: float, recipe: Recipe) -> tuple[Path, int]:
     """Train for `seconds` of wall clock; the linear schedule runs over that time.
 
     Returns:
@@ -69,14 +80,14 @@ def train_reference(directory: Path, params: Params, seconds: float, optimizer: 
     from speculators.train.config.schema import OptimizerArgs
     from speculators.train.optimizers import build_optimizers
 
-    model, data = build(directory, params)
+    model, data = build(directory, params, recipe)
     settings = params.train
     losses = {"loss_fn": json.dumps({"ce": settings.loss.ce, "tv": settings.loss.tv}), "loss_implementation": "eager"}
     arguments, _ = type(model).get_trainer_kwargs(
         **losses, max_anchors=settings.anchors_per_sequence * settings.sequences_per_step, dflash_decay_gamma=settings.decay_gamma
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = OptimizerArgs(optimizer=optimizer)
+    chosen = OptimizerArgs(optimizer=recipe.optimizer)
     optimizers = build_optimizers(model, chosen.model_copy(update={"muon_lr": chosen.lr}))
     order = sample_order(len(data), settings.sequences_per_step, 10**5, settings.seed)
     start = time.monotonic()
@@ -94,5 +105,5 @@ def train_reference(directory: Path, params: Params, seconds: float, optimizer: 
         for each in optimizers:
             each.step()
         steps += 1
-    drafter, _ = new_drafter(params)
+    drafter, _ = new_drafter(params, recipe.whole_vocabulary)
     return export(directory / "checkpoint", drafter.config, model.state_dict(), data.draft_ids, params.verifier.name), steps

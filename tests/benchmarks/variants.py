@@ -52,11 +52,13 @@ def train_variant(directory: Path, params: Params, **changes: Any) -> Path:
     return export(directory / "checkpoint", drafter.config, drafter.state_dict(), data.draft_ids, params.verifier.name)
 
 
-def new_drafter(params: Params, **changes: Any) -> tuple[Drafter, TrainingSet]:
+def new_drafter(params: Params, whole_vocabulary: bool = False, **changes: Any) -> tuple[Drafter, TrainingSet]:
     """A drafter with its initial weights, and the demo's training samples."""
     identity = read_identity()
     dump = open_dump(OUTPUTS / "extract" / "manifest.json", identity.digest)
     base = DrafterConfig.model_validate(read_json(OUTPUTS / "train" / "drafter" / "config.json"))
+    if whole_vocabulary:
+        changes["draft_vocab_size"] = base.vocab_size
     config = DrafterConfig.model_validate(base.model_dump() | changes)
     set_threads(params.train.threads)
     dtype = DTYPES[params.train.precision]
