@@ -145,15 +145,16 @@ def write_manifest(directory: Path, verifier: str, extra: Mapping[str, Any] | No
     return manifest
 
 
-def read_manifest(directory: Path, verifier: str | None = None, verify: bool = True) -> dict[str, Any]:
+def read_manifest(directory: Path, verifier: str | None = None, verify: bool = True, alone: bool = True) -> dict[str, Any]:
     """Read a directory's manifest and hold the files against it.
 
     Args:
         verifier: digest of the verifier identity that the directory must have been made from.
         verify: also compare contents (sha256); otherwise sizes alone.
+        alone: no other file may lie there. vLLM loads every *.safetensors that it finds in a checkpoint.
 
     Raises:
-        ArtifactError: no manifest, another verifier, a file that is missing or altered.
+        ArtifactError: no manifest, another verifier, a file that is missing, altered or not listed.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -169,4 +170,8 @@ def read_manifest(directory: Path, verifier: str | None = None, verify: bool = T
             raise ArtifactError(f"{file}: {file.stat().st_size} bytes, {path} says {entry['bytes']}")
         if verify and sha256_file(file) != entry["sha256"]:
             raise ArtifactError(f"{file}: content differs from the sha256 in {path}")
+    if alone:
+        for file in sorted(directory.rglob("*")):
+            if not file.is_dir() and file != path and file.relative_to(directory).as_posix() not in manifest["files"]:
+                raise ArtifactError(f"{file}: not listed in {path}; remove it, or run the stage that writes {directory} again")
     return manifest

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from stages.errors import DraftlineError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Experiment
 
 ARTIFACTS = Path("mlartifacts")
 """Where a client that talks to a database itself, without a server, keeps artifacts."""
@@ -108,10 +109,27 @@ def connect(uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=address, registry_uri=address)
 
 
+def _require_here(uri: str, experiment: Experiment) -> None:
+    """MLflow stores where artifacts go as an absolute path: a database that was moved or copied would still write to the old place."""
+    database = _sqlite_file(uri)
+    location = urlsplit(experiment.artifact_location)
+    if database is None or location.scheme != "file":
+        return
+    made = Path(unquote(location.path))
+    if made.name == ARTIFACTS.name and made != ARTIFACTS.resolve():
+        raise TrackingError(
+            f"mlflow.tracking_uri = {redacted(uri)!r}: {database} was made in {made.parent}, this is {Path.cwd()}, and artifacts would go there; "
+            f"move the checkout back, or remove {database} and register again"
+        )
+
+
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """Id of the experiment `name`, made where it is missing; a deleted one is restored.
 
     Without a server the artifacts of a new experiment go below `mlartifacts/`; a server decides itself.
+
+    Raises:
+        TrackingError: MLflow refuses, or this database belongs to a checkout elsewhere and would write there.
     """
     from mlflow.exceptions import MlflowException
 
@@ -126,6 +144,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
                 found = client.get_experiment_by_name(name)
                 if found is None:
                     raise
+        _require_here(uri, found)
         if found.lifecycle_stage == "deleted":
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)

@@ -10,6 +10,7 @@ engine's acceptance counters. The server and all its processes end with this one
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ PLAN = OUTPUTS / "deploy" / "plan.json"
 LOG = OUTPUTS / "deploy" / "serve" / "server.log"
 QUESTION = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 ANSWER_TOKENS = 128
+KEYS = {"argv", "engine", "env", "host", "max_model_len", "model", "port", "registered", "startup_seconds", "verifier"}
+"""Of a plan, those that serving needs."""
 
 
 def ready_plan(path: Path = PLAN) -> dict[str, Any]:
@@ -40,13 +43,29 @@ def ready_plan(path: Path = PLAN) -> dict[str, Any]:
         DraftlineError: one of them is not what it was when the plan was made.
     """
     plan: dict[str, Any] = read_json(path)
+    if not isinstance(plan, dict) or (missing := sorted(KEYS - set(plan))):
+        raise DraftlineError(f"{path}: not a serving plan{f' (no {missing[0]})' if isinstance(plan, dict) else ''}; run dvc repro -f -s deploy")
     engine = installed_engine()
     if engine != plan["engine"]:
         raise DraftlineError(f"{path}: made for {plan['engine']}, installed is {engine}; run dvc repro -f -s deploy")
     checkpoint = fetch(plan["registered"])
-    require_pair(checkpoint, compute_identity(Path(plan["verifier"]["directory"]), DIGEST_CACHE))
+    directory = Path(plan["verifier"]["directory"])
+    _require_argv(path, plan["argv"], directory, checkpoint)
+    require_pair(checkpoint, compute_identity(directory, DIGEST_CACHE))
     require_free_port(plan)
     return plan
+
+
+def _require_argv(path: Path, argv: list[str], verifier: Path, checkpoint: Path) -> None:
+    """What is started must be what is checked. Raises DraftlineError."""
+    if str(verifier) not in argv:
+        raise DraftlineError(f"{path}: argv does not serve {verifier}, the plan's verifier; run dvc repro -f -s deploy")
+    try:
+        drafter = json.loads(argv[argv.index("--speculative-config") + 1])["model"]
+    except (ValueError, IndexError, KeyError, TypeError):
+        drafter = None
+    if drafter != str(checkpoint):
+        raise DraftlineError(f"{path}: argv drafts with {drafter}, registered is {checkpoint}; run dvc repro -f -s deploy")
 
 
 def _introduce(plan: dict[str, Any], url: str) -> None:
@@ -76,6 +95,7 @@ def serve(plan: dict[str, Any], once: bool) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     for number in ENDING:
         signal.signal(number, _interrupt)
+    print(f"starting the server at {url} (log: {LOG})", flush=True)
     process = start(plan, LOG)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

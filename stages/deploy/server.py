@@ -191,7 +191,7 @@ def acceptance(url: str) -> Acceptance:
         if match is None:
             continue
         position = re.search(r'position="(\d+)"', match[2])
-        if position:
+        if position and match[1] == "num_accepted_tokens_per_pos":
             positions[int(position[1])] = positions.get(int(position[1]), 0.0) + float(match[3])
         else:
             counters[match[1]] = counters.get(match[1], 0.0) + float(match[3])

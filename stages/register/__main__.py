@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import digest_json, file_table, read_json, read_manifest, write_json
+from stages.artifacts import digest_json, read_json, read_manifest, write_json
 from stages.errors import ArtifactError, DraftlineError
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.lock import LOCK_FILE, require_pair
@@ -25,21 +25,25 @@ def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
     """The checkpoint below `outputs` and the evidence for it.
 
     Raises:
-        ArtifactError: a missing, altered or added file; a report that is absent.
+        ArtifactError: a missing, altered or added file; a report that is absent, or about another checkpoint or verifier.
         PairError: the checkpoint belongs to another verifier.
         DraftlineError: the lock's or the gate's verdict refuses it.
     """
     checkpoint = outputs / "convert" / "checkpoint"
     manifest = read_manifest(checkpoint, identity.digest)
-    strangers = sorted(set(file_table(checkpoint)) - set(manifest["files"]))
-    if strangers:
-        raise ArtifactError(f"{checkpoint / strangers[0]}: not listed in the directory's manifest; run dvc repro convert")
     require_pair(checkpoint, identity)
     for stage, wanted in (("lock", "match"), ("gate", "pass")):
         report = outputs / stage / "report.json"
         verdict = read_json(report).get("verdict")
         if verdict != wanted:
             raise DraftlineError(f"{report}: verdict = {verdict!r}: only a drafter with verdict {wanted!r} is registered")
+    subjects = {"verifier": identity.digest, "checkpoint": digest_json(manifest["files"])}
+    for stage, names in (("lock", ["verifier"]), ("gate", ["verifier", "checkpoint"]), ("evaluate", ["verifier", "checkpoint"])):
+        report = outputs / stage / "report.json"
+        for name in names:
+            found = str(read_json(report).get(name))
+            if found != subjects[name]:
+                raise ArtifactError(f"{report}: {name} = {found[:12]}, the current one is {subjects[name][:12]}; run dvc repro")
     evaluation: dict[str, Any] = read_json(outputs / "evaluate" / "report.json")
     return Candidate(
         directory=checkpoint,

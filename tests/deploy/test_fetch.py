@@ -177,6 +177,27 @@ class TestStage:
         with pytest.raises(DraftlineError, match=r"plan\.json: made for vllm 0\.1, installed is vllm"):
             ready_plan()
 
+    @pytest.mark.parametrize("option", ["--model", "--speculative-config"])
+    def test_at_start_a_plan_that_runs_something_else_than_it_names_is_refused(self, registered: dict[str, Any], option: str) -> None:
+        plan = self.deploy()
+        plan["argv"][plan["argv"].index(option) + 1] = '{"model": "elsewhere"}'
+        write_json(Path("outputs/deploy/plan.json"), plan)
+        with pytest.raises(DraftlineError, match=r"plan\.json: argv (does not serve|drafts with elsewhere)"):
+            ready_plan()
+
+    @pytest.mark.parametrize("content", [{}, []])
+    def test_at_start_a_plan_without_its_keys_is_refused(self, registered: dict[str, Any], content: Any) -> None:
+        write_json(Path("outputs/deploy/plan.json"), content)
+        with pytest.raises(DraftlineError, match=r"plan\.json: not a serving plan"):
+            ready_plan()
+
+    def test_a_stray_file_beside_the_served_ones_is_not_served(self, registered: dict[str, Any]) -> None:
+        """vLLM would load it in the place of the drafter's own weights, and nothing but the acceptance would tell."""
+        self.deploy()
+        directory = fetch(registered)
+        shutil.copy(directory / "model.safetensors", directory / "zz.safetensors")
+        assert not (fetch(registered) / "zz.safetensors").exists()
+
     def test_without_a_plan_there_is_nothing_to_serve(self, proven: Path) -> None:
         with pytest.raises(DraftlineError, match=r"outputs/deploy/plan\.json: no such file; run the stage"):
             ready_plan()

@@ -158,6 +158,7 @@ class TestReadingTheServer:
             'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 9.0\n'
             'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 6.0\n'
             'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0\n'
+            'vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",position="0"} 1.79e+09\n'
         )
         (tmp_path / "metrics").write_text(metrics, encoding="utf-8")
         files = subprocess.Popen(

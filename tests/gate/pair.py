@@ -104,5 +104,5 @@ def write_outputs(root: Path, verifier: Path) -> VerifierIdentity:
     publish_link(verifier, identity)
     write_drafter(outputs / "convert" / "checkpoint", verifier, identity)
     write_samples(outputs / "prepare")
-    write_json(outputs / "lock" / "report.json", {"verdict": "match", "checked": []})
+    write_json(outputs / "lock" / "report.json", {"verdict": "match", "checked": [], "verifier": identity.digest})
     return identity

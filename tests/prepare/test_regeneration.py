@@ -94,7 +94,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
         process = start()
         printed, errors = process.communicate(timeout=400)
         assert process.returncode == 0, errors
-        report = read_manifest(OUTPUT)["report"]
+        report = read_manifest(OUTPUT, alone=False)["report"]
         return Resumed(folder, verifier, before, journal_lines(), printed, report)
     finally:
         os.chdir(back)

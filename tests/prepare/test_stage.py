@@ -46,7 +46,7 @@ def test_splits_manifest_and_report(tiny_verifier: Path) -> None:
     report = prepare()
     (OUTPUT / "work").mkdir()
     (OUTPUT / ".lock").touch()
-    manifest = read_manifest(OUTPUT, read_identity().digest)
+    manifest = read_manifest(OUTPUT, read_identity().digest, alone=False)
     assert set(manifest["files"]) == {f"{split}/samples.parquet" for split in SPLITS}
     assert [Path(entry["path"]).name for entry in manifest["inputs"]["inputs"]] == ["a.jsonl", "b.jsonl.gz"]
     assert accounted(report)

@@ -25,6 +25,7 @@ from stages.register.__main__ import read_candidate
 from stages.register.registry import register
 from stages.tracking import TrackingError, connect, experiment_id, redacted
 from tests.paths import REPOSITORY
+from tests.register.proven import write_evidence
 
 URI = "sqlite:///mlflow.db"
 NAME = "drafter.smollm2-135m"
@@ -100,6 +101,7 @@ class TestWhatIsRegistered:
         register_here()
         (CHECKPOINT / "README.md").write_text("another drafter", encoding="utf-8")
         write_manifest(CHECKPOINT, read_identity().digest)
+        write_evidence(Path("outputs"), read_identity().digest)
         assert int(register_here().version) == 2
         assert int(client().get_model_version_by_alias(NAME, "candidate").version) == 2
         assert client().get_model_version(NAME, "1").tags["content"] != client().get_model_version(NAME, "2").tags["content"]
@@ -130,7 +132,7 @@ class TestWhatIsRefused:
 
     def test_an_added_file(self, proven: Path) -> None:
         (CHECKPOINT / "extra.bin").write_bytes(b"x")
-        self.refused(ArtifactError, r"extra\.bin: not listed in the directory's manifest")
+        self.refused(ArtifactError, r"extra\.bin: not listed in outputs/convert/checkpoint/manifest\.json")
 
     def test_a_checkpoint_of_another_verifier(self, proven: Path) -> None:
         path = Path("outputs/verifier/identity.json")
@@ -150,6 +152,21 @@ class TestWhatIsRefused:
     def test_a_verdict_that_is_not_in_favour(self, proven: Path, stage: str, verdict: str | None) -> None:
         write_json(Path("outputs") / stage / "report.json", {"verdict": verdict})
         self.refused(DraftlineError, rf"{stage}/report\.json: verdict = {verdict!r}: only a drafter with verdict")
+
+    @pytest.mark.parametrize(("stage", "subject"), [("lock", "verifier"), ("gate", "verifier"), ("gate", "checkpoint"), ("evaluate", "checkpoint")])
+    def test_a_report_about_something_else(self, proven: Path, stage: str, subject: str) -> None:
+        """A checkpoint that was trained and converted after the gate has not passed it."""
+        path = Path("outputs") / stage / "report.json"
+        write_json(path, {**read_json(path), subject: "0" * 64})
+        self.refused(ArtifactError, rf"{stage}/report\.json: {subject} = 000000000000, the current one is \w{{12}}; run dvc repro")
+
+    def test_a_database_that_another_checkout_made(self, proven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its artifacts would go to the old place."""
+        register_here()
+        shutil.copytree(proven, tmp_path / "copy", symlinks=True)
+        monkeypatch.chdir(tmp_path / "copy")
+        with pytest.raises(TrackingError, match=rf"mlflow\.db was made in {proven}, this is {tmp_path / 'copy'}"):
+            register_here()
 
     def test_a_missing_report(self, proven: Path) -> None:
         Path("outputs/gate/report.json").unlink()
