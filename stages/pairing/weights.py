@@ -42,11 +42,11 @@ def weight_files(directory: Path) -> list[Path]:
         ArtifactError: none, a shard is missing, a file is shorter or longer than its own header says, or there is a copy
             of the weights that the engine prefers.
     """
-    # Mistral ships the same weights a second time in its own layout. vLLM takes those wherever it sees one, also in a
-    # subdirectory; training cannot, so what is served would not be what the identity covers.
-    if second := sorted(directory.rglob("consolidated*.safetensors")):
+    # Mistral ships the same weights a second time in its own layout. Where vLLM sees such a file, in a subdirectory too, it
+    # reads that layout alone; training cannot, so what is served would not be what the identity covers.
+    if second := sorted(file for file in directory.rglob("consolidated*.safetensors") if file.is_file()):
         raise ArtifactError(
-            f"{second[0]}: weights in Mistral's own layout, which vLLM would load instead of model*.safetensors; "
+            f"{second[0]}: weights in Mistral's own layout, which vLLM prefers to the other *.safetensors; "
             f"use a copy of {directory} without consolidated*.safetensors"
         )
     index = directory / INDEX

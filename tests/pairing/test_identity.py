@@ -276,7 +276,7 @@ INT4 = {"quant_method": "compressed-tensors"}
         (_index({"x": 3}), "model.safetensors.index.json: weight_map.x = 3: expected the name of a .safetensors file"),
         (_index({"x": "../model.safetensors"}), 'weight_map.x = "../model.safetensors": expected the name of a .safetensors file beside it'),
         (_index([]), "model.safetensors.index.json: weight_map = []: expected an object"),
-        (_second_copy("consolidated.safetensors"), "consolidated.safetensors: weights in Mistral's own layout, which vLLM would load instead"),
+        (_second_copy("consolidated.safetensors"), "consolidated.safetensors: weights in Mistral's own layout, which vLLM prefers"),
         (_second_copy("original/consolidated-00001-of-00001.safetensors"), "original/consolidated-00001-of-00001.safetensors: weights in Mistral's own"),
         (_template(b"\xff{{ x }}"), "chat_template.jinja: the chat template is not UTF-8 (byte 0"),
         (_template(b"a\xff", "additional_chat_templates/tool.jinja"), "additional_chat_templates/tool.jinja: the chat template is not UTF-8 (byte 1"),
