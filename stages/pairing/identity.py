@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stages.artifacts import canonical_json, digest_json, read_json, sha256_bytes
 from stages.errors import ArtifactError
-from stages.pairing.quantization import normalise_quantization, simplified
+from stages.pairing.quantization import IGNORED, normalise_quantization, simplified
 from stages.pairing.signatures import DigestCache, Job
-from stages.pairing.weights import json_object, weight_files
+from stages.pairing.weights import json_object, shown, weight_files
 from stages.process import OUTPUTS
 
 IDENTITY_FILE = OUTPUTS / "verifier" / "identity.json"
@@ -65,6 +65,8 @@ TOKENIZER_BOOKKEEPING = (
     "is_local",
     "local_files_only",
 )
+OBJECTS = ("text_config", "quantization_config", "compression_config", "rope_scaling", "rope_parameters", "auto_map")
+"""Keys of config.json that hold an object, where they hold anything."""
 TOKEN_IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -156,13 +158,13 @@ def differences(expected: VerifierIdentity, actual: VerifierIdentity) -> list[Di
 def describe_differences(found: Sequence[Difference], expected: str, actual: str) -> str:
     """`field: <expected> 4, <actual> 8; …` for one-line messages; digests are cut to 16 digits."""
 
-    def shown(value: Any) -> str:
+    def short(value: Any) -> str:
         if isinstance(value, str) and len(value) == 64:
             return value[:16]
         text = "absent" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return text if len(text) <= 160 else text[:157] + "..."
 
-    return "; ".join(f"{item.field}: {expected} {shown(item.expected)}, {actual} {shown(item.actual)}" for item in found)
+    return "; ".join(f"{item.field}: {expected} {short(item.expected)}, {actual} {short(item.actual)}" for item in found)
 
 
 def compute_identity(directory: Path, digest_cache: Path | None = None) -> VerifierIdentity:
@@ -176,12 +178,13 @@ def compute_identity(directory: Path, digest_cache: Path | None = None) -> Verif
         ArtifactError: a file that a verifier needs is missing, broken or incomplete.
     """
     config = json_object(directory / "config.json", "a verifier is a Hugging Face directory with config.json, tokenizer and safetensors weights")
+    _check_objects(directory / "config.json", config)
     tokenizer_config = json_object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
     files = weight_files(directory)
     names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not names:
         raise ArtifactError(f"{directory}: no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
-    jobs: list[Job] = [(directory / name, "json" if name.endswith(".json") else "raw") for name in names]
+    jobs: list[Job] = [(directory / name, _method(name)) for name in names]
     digests = DigestCache(digest_cache).digests(jobs + [(file, "raw") for file in files])
     tokenizer = dict(zip(names, digests, strict=False))
     tokenizer["tokenizer_config.json"] = digest_json(simplified({k: v for k, v in tokenizer_config.items() if k not in TOKENIZER_BOOKKEEPING}))
@@ -193,6 +196,23 @@ def compute_identity(directory: Path, digest_cache: Path | None = None) -> Verif
         generation=_generation(directory, config),
         weights=digest_json(sorted(digests[len(names) :])),
     )
+
+
+def _method(tokenizer_file: str) -> str:
+    return "tokenizer" if tokenizer_file == "tokenizer.json" else "json" if tokenizer_file.endswith(".json") else "raw"
+
+
+def _check_objects(path: Path, config: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse a config.json whose nested objects are something else."""
+    for name in OBJECTS:
+        if config.get(name) is not None and not isinstance(config[name], Mapping):
+            raise _refused(path, prefix + name, config[name], "an object or null")
+    if not prefix:
+        _check_objects(path, config.get("text_config") or {}, "text_config.")
+
+
+def _refused(path: Path, field: str, value: Any, allowed: str) -> ArtifactError:
+    return ArtifactError(f"{path}: {field} = {shown(value)}: expected {allowed}")
 
 
 def _without_bookkeeping(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,48 +242,86 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _declared_quantization(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    for level in (config, config.get("text_config") or {}):
+    for prefix, level in (("", config), ("text_config.", config.get("text_config") or {})):
         for name in ("quantization_config", "compression_config"):
             if level.get(name):
-                return dict(level[name])
-    if (directory / "hf_quant_config.json").is_file():  # NVIDIA ModelOpt
-        declared = json_object(directory / "hf_quant_config.json")
-        return dict(declared.get("quantization", declared))
-    if (directory / "quantize_config.json").is_file():  # older AutoGPTQ
-        return json_object(directory / "quantize_config.json")
+                return _checked_quantization(directory / "config.json", prefix + name, level[name])
+    if (path := directory / "hf_quant_config.json").is_file():  # NVIDIA ModelOpt
+        declared = json_object(path)
+        return _checked_quantization(path, "quantization", declared.get("quantization", declared))
+    if (path := directory / "quantize_config.json").is_file():  # older AutoGPTQ
+        return _checked_quantization(path, "", json_object(path))
     return None
+
+
+def _checked_quantization(path: Path, field: str, declared: Any) -> dict[str, Any]:
+    """The declared quantization, where what `normalise_quantization` looks into has the right type."""
+    if not isinstance(declared, Mapping):
+        raise _refused(path, field, declared, "an object")
+    prefix = field + "." if field else ""
+    for name in IGNORED:
+        if declared.get(name) is not None and not isinstance(declared[name], list | str | Mapping):
+            raise _refused(path, prefix + name, declared[name], "a list of module names")
+    groups = declared.get("config_groups")
+    if groups is not None and not isinstance(groups, Mapping):
+        raise _refused(path, f"{prefix}config_groups", groups, "an object")
+    for name, group in (groups or {}).items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if weights is not None and not isinstance(weights, Mapping):
+            raise _refused(path, f"{prefix}config_groups.{name}.weights", weights, "an object or null")
+    return dict(declared)
 
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str:
     """Digest of the template(s) that transformers would use: a .jinja file wins over tokenizer_config.json."""
     templates: dict[str, str] = {}
-    inline = tokenizer_config.get("chat_template")
+    where, inline = directory / "tokenizer_config.json", tokenizer_config.get("chat_template")
     if inline is None and (directory / "chat_template.json").is_file():
-        inline = json_object(directory / "chat_template.json").get("chat_template")
+        where = directory / "chat_template.json"
+        inline = json_object(where).get("chat_template")
     if isinstance(inline, str):
         templates["default"] = inline
     elif isinstance(inline, list):
-        templates = {str(item["name"]): str(item["template"]) for item in inline}
+        for place, item in enumerate(inline):
+            if not isinstance(item, Mapping) or not all(isinstance(item.get(key), str) for key in ("name", "template")):
+                raise _refused(where, f"chat_template[{place}]", item, "an object with the strings name and template")
+            templates[item["name"]] = item["template"]
     elif isinstance(inline, Mapping):
-        templates = {str(name): str(text) for name, text in inline.items()}
+        for name, text in inline.items():
+            if not isinstance(text, str):
+                raise _refused(where, f"chat_template.{name}", text, "a string")
+            templates[name] = text
+    elif inline is not None:
+        raise _refused(where, "chat_template", inline, "a string, or a list of objects with name and template")
     if (directory / "chat_template.jinja").is_file():
-        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = _template_file(directory / "chat_template.jinja")
     for file in (directory / "additional_chat_templates").glob("*.jinja"):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = _template_file(file)
     if not templates:
         return ""
     return sha256_bytes(templates["default"].encode("utf-8")) if set(templates) == {"default"} else digest_json(templates)
+
+
+def _template_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path}: the chat template is not UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8") from None
 
 
 def _generation(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Token ids that begin, end and fill a sequence: generation_config.json, where absent config.json."""
     path = directory / "generation_config.json"
     declared = json_object(path) if path.is_file() else {}
-    levels = (declared, config, config.get("text_config") or {})
+    levels = ((path, "", declared), (directory / "config.json", "", config), (directory / "config.json", "text_config.", config.get("text_config") or {}))
 
-    def first(name: str) -> Any:
-        return next((level[name] for level in levels if level.get(name) is not None), None)
+    def first(name: str) -> tuple[Path, str, Any] | None:
+        return next(((file, prefix + name, level[name]) for file, prefix, level in levels if level.get(name) is not None), None)
 
-    eos = first("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return {"eos_token_ids": sorted(set(ids)), **{name: value for name in TOKEN_IDS if (value := first(name)) is not None}}
+    found = first("eos_token_id")
+    if found is None:
+        raise ArtifactError(f"{path}: no eos_token_id, nor in config.json; state the id (or a list of ids) of the token that ends an answer")
+    ids = found[2] if isinstance(found[2], list) else [found[2]]
+    if not ids or not all(type(item) is int and item >= 0 for item in ids):
+        raise _refused(*found, "a token id (an integer from 0) or a list of such")
+    return {"eos_token_ids": sorted(set(ids)), **{name: value[2] for name in TOKEN_IDS if (value := first(name)) is not None}}

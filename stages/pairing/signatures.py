@@ -28,7 +28,7 @@ PROGRESS_BYTES = 4 << 30
 
 Progress = Callable[[int], object]
 Job = tuple[Path, str]
-"""A file and how it is digested: `raw` (its bytes) or `json` (its value, see `normalised_json`)."""
+"""A file and how it is digested: `raw` (its bytes), `json` (its value, see `normalised_json`) or `tokenizer` (as `json`, its main parts checked)."""
 
 
 def signature(path: Path) -> str:
@@ -60,13 +60,33 @@ def _hash_raw(path: Path, progress: Progress) -> str:
     return digest.hexdigest()
 
 
-def _hash_json(path: Path, progress: Progress) -> str:
+def _hash_json(path: Path, progress: Progress, check: Callable[[object, Path], object] = lambda content, path: None) -> str:
     data = path.read_bytes()
+    content = normalised_json(data, path)
+    check(content, path)
     progress(len(data))
-    return sha256_bytes(canonical_json(normalised_json(data, path)).encode("utf-8", "surrogatepass"))
+    return sha256_bytes(canonical_json(content).encode("utf-8", "surrogatepass"))
 
 
-METHODS: dict[str, Callable[[Path, Progress], str]] = {"raw": _hash_raw, "json": _hash_json}
+def check_tokenizer(content: object, path: Path) -> None:
+    """Refuse a tokenizer.json without the parts that every loader reads.
+
+    Raises:
+        ArtifactError: no model or no added_tokens.
+    """
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    for field, kind, allowed in (("model", dict, "an object"), ("added_tokens", list, "a list")):
+        if not isinstance(content.get(field), kind):
+            found = f"a value of type {type(content[field]).__name__}" if field in content else "absent"
+            raise ArtifactError(f"{path}: {field} is {found}: expected {allowed}, as the tokenizers library writes it")
+
+
+def _hash_tokenizer(path: Path, progress: Progress) -> str:
+    return _hash_json(path, progress, check_tokenizer)
+
+
+METHODS: dict[str, Callable[[Path, Progress], str]] = {"raw": _hash_raw, "json": _hash_json, "tokenizer": _hash_tokenizer}
 
 
 class DigestCache:

@@ -82,6 +82,7 @@ def build(
     settings, engine = params.prepare, params.engine
     directory = revalidate(identity)
     chat = Chat(directory, identity.eos_token_ids, params.verifier.trust_remote_code)
+    chat.check_template()
     fit = list(usable(rows, chat, limits, tally))
     held_out = [keyed for keyed, _ in usable(held_out, chat, Limits(sys.maxsize, limits.prompt), tally)]
     splits = split_rows([keyed for keyed, _ in fit], held_out, settings, tally, chat)

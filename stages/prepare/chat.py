@@ -26,8 +26,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from stages.artifacts import sha256_bytes
 from stages.prepare.rows import DroppedRowError, Message, PrepareError, asked_before
 
@@ -36,6 +34,10 @@ TODAY = datetime(2026, 1, 1)
 
 SPLIT_BY_TEMPLATE = "the template does not continue its own generation prompt with the answer"
 LEFT_OUT_BY_TEMPLATE = "the template leaves the answer out"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,21 @@ class Chat:
         """Load tokenizer and template from a verifier's directory.
 
         Raises:
-            PrepareError: the verifier has no chat template.
+            PrepareError: the tokenizer cannot be loaded, or the verifier has no chat template.
         """
         from transformers import AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        except Exception as error:  # of the files' content: whatever the libraries trip over
+            raise PrepareError(f"{directory}: transformers cannot load the verifier's tokenizer: {_one_line(error)}") from error
         if not self.tokenizer.chat_template:
             raise PrepareError(f"{directory}: the verifier's tokenizer has no chat template, so chats cannot be rendered as it serves them")
-        self.template: str = self.tokenizer.get_chat_template()
+        try:
+            self.template: str = self.tokenizer.get_chat_template()
+        except ValueError:
+            names = ", ".join(sorted(self.tokenizer.chat_template))
+            raise PrepareError(f"{directory}: none of the verifier's chat templates ({names}) is called default, which is the one that it serves") from None
         self.eos = frozenset(eos_token_ids)
         self.special = frozenset(self.tokenizer.all_special_ids)
         self.encode = lru_cache(maxsize=256)(self._encode)
@@ -122,10 +131,23 @@ class Chat:
         """
         try:
             text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # Templates are programs: raise_exception() is the polite refusal, a TypeError the usual one.
-            raise DroppedRowError(f"refused by the template: {' '.join(str(error).split())[:120]}") from None
+        except Exception as error:
+            # Templates are the user's programs: raise_exception() is the polite refusal, a TypeError the usual one.
+            raise DroppedRowError(f"refused by the template: {_one_line(error)}") from None
         return text
+
+    def check_template(self) -> None:
+        """Refuse a template that does not look at the messages; one that refuses this question is judged by the rows.
+
+        Raises:
+            PrepareError: two different questions give the same prompt.
+        """
+        try:
+            first, second = (self.render([{"role": "user", "content": question}], prompt=True) for question in ("one", "two"))
+        except DroppedRowError:
+            return
+        if first == second:
+            raise PrepareError(f"{self.template_name}: ignores the messages: two different questions give the same prompt {first[:60]!r}; mend the template")
 
     def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """What the verifier decodes the next assistant turn from."""

@@ -9,6 +9,9 @@ from typing import Any
 
 from stages.errors import DraftlineError
 
+PATTERNS = ["*.json", "*.safetensors", "*.model*", "*.txt", "*.jinja", "*.py"]
+SECOND_COPIES = ["consolidated*.safetensors", "*/consolidated*.safetensors"]
+"""Weights in Mistral's own layout, beside those that every loader reads: see `weight_files`."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -73,7 +76,10 @@ def materialise(source: str, directory: Path, tracking_uri: str = "sqlite:///mlf
         from stages.verifier.registry import download_version
 
         return download_version(source, directory, tracking_uri)
-    local = Path(source).expanduser()
+    try:
+        local = Path(source).expanduser()
+    except RuntimeError:
+        raise refused(source, f"no home directory is known for {Path(source).parts[0]}; write the path in full") from None
     if not local.is_dir():
         raise refused(source, f"no such directory (looked at {local.absolute()})")
     return local.resolve()
@@ -84,7 +90,7 @@ def check_loadable(source: str, config: dict[str, Any], trust_remote_code: bool)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = config.get("model_type")
-    if kind in CONFIG_MAPPING_NAMES or trust_remote_code:
+    if (isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES) or trust_remote_code:
         return
     what = f"model_type {kind!r} (architectures {config.get('architectures')}) is not known to the installed transformers"
     if config.get("auto_map"):
@@ -100,7 +106,7 @@ def _hub_snapshot(source: str) -> Path:
 
     repository, _, revision = source.removeprefix("hf:").rpartition("@")
     try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model*", "*.txt", "*.jinja", "*.py"])
+        found = snapshot_download(repository, revision=revision, allow_patterns=PATTERNS, ignore_patterns=SECOND_COPIES)
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             raise refused(source, "not in the local hub cache, and HF_HUB_OFFLINE is set; unset it or use a local directory") from None

@@ -225,6 +225,94 @@ def test_a_broken_model_is_one_clear_error(edit: Edit, named: str, model: Path) 
     assert "\n" not in str(error.value)
 
 
+def _set(name: str, **values: object) -> Edit:
+    return lambda d: edit_json(d, name, lambda c: c.update(values))
+
+
+def _header(header: object) -> Edit:
+    """Replace the weights by a safetensors file with this header and no data."""
+    text = json.dumps(header).encode()
+    return lambda d: (d / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text) and None
+
+
+def _index(weight_map: object) -> Edit:
+    return lambda d: (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map})) and None
+
+
+def _no_eos(directory: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit_json(directory, name, lambda c: c.pop("eos_token_id", None))
+
+
+def _template(data: bytes, name: str = "chat_template.jinja") -> Edit:
+    def write(directory: Path) -> None:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(data)
+
+    return write
+
+
+def _second_copy(name: str) -> Edit:
+    def copy(directory: Path) -> None:
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copy(directory / "model.safetensors", directory / name)
+
+    return copy
+
+
+TENSOR = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+INT4 = {"quant_method": "compressed-tensors"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (_header([]), "model.safetensors: not a safetensors file (its header is of type list, expected an object)"),
+        (_header({"x": 3}), "model.safetensors: header: x = 3: expected an object"),
+        (_header({"x": {"dtype": "F32", "shape": [0]}}), "model.safetensors: header: x.data_offsets = null: expected two integers"),
+        (_header({"x": {**TENSOR, "data_offsets": [0, "1"]}}), 'x.data_offsets = [0, "1"]: expected two integers'),
+        (_header({"x": {**TENSOR, "shape": "x"}}), 'x.shape = "x": expected a list of integers'),
+        (_header({"x": {**TENSOR, "dtype": 3}}), "x.dtype = 3: expected a string"),
+        (_index({"x": 3}), "model.safetensors.index.json: weight_map.x = 3: expected the name of a .safetensors file"),
+        (_index({"x": "../model.safetensors"}), 'weight_map.x = "../model.safetensors": expected the name of a .safetensors file beside it'),
+        (_index([]), "model.safetensors.index.json: weight_map = []: expected an object"),
+        (_second_copy("consolidated.safetensors"), "consolidated.safetensors: weights in Mistral's own layout, which vLLM prefers"),
+        (_second_copy("original/consolidated-00001-of-00001.safetensors"), "original/consolidated-00001-of-00001.safetensors: weights in Mistral's own"),
+        (_template(b"\xff{{ x }}"), "chat_template.jinja: the chat template is not UTF-8 (byte 0"),
+        (_template(b"a\xff", "additional_chat_templates/tool.jinja"), "additional_chat_templates/tool.jinja: the chat template is not UTF-8 (byte 1"),
+        (_set("tokenizer_config.json", chat_template=[{"name": "x"}]), 'tokenizer_config.json: chat_template[0] = {"name": "x"}: expected an object with'),
+        (_set("tokenizer_config.json", chat_template={"default": 3}), "tokenizer_config.json: chat_template.default = 3: expected a string"),
+        (_set("tokenizer_config.json", chat_template=3), "tokenizer_config.json: chat_template = 3: expected a string, or a list"),
+        (_set("config.json", quantization_config="x"), 'config.json: quantization_config = "x": expected an object or null'),
+        (_set("config.json", quantization_config={**INT4, "ignore": 3}), "config.json: quantization_config.ignore = 3: expected a list of module names"),
+        (_set("config.json", quantization_config={**INT4, "config_groups": 3}), "config.json: quantization_config.config_groups = 3: expected an object"),
+        (
+            _set("config.json", quantization_config={**INT4, "config_groups": {"a": {"weights": 3}}}),
+            "config.json: quantization_config.config_groups.a.weights = 3: expected an object or null",
+        ),
+        (_set("config.json", rope_scaling=3), "config.json: rope_scaling = 3: expected an object or null"),
+        (_set("config.json", text_config=3), "config.json: text_config = 3: expected an object or null"),
+        (_set("config.json", text_config={"rope_parameters": "x"}), 'config.json: text_config.rope_parameters = "x": expected an object or null'),
+        (_set("config.json", auto_map="x"), 'config.json: auto_map = "x": expected an object or null'),
+        (lambda d: (d / "hf_quant_config.json").write_text('{"quantization": 3}') and None, "hf_quant_config.json: quantization = 3: expected an object"),
+        (lambda d: (d / "tokenizer.json").write_text("{}") and None, "tokenizer.json: model is absent: expected an object"),
+        (lambda d: edit_json(d, "tokenizer.json", lambda c: c.pop("added_tokens")), "tokenizer.json: added_tokens is absent: expected a list"),
+        (_set("tokenizer.json", added_tokens=3), "tokenizer.json: added_tokens is a value of type int: expected a list"),
+        (_set("generation_config.json", eos_token_id="x"), 'generation_config.json: eos_token_id = "x": expected a token id'),
+        (_set("generation_config.json", eos_token_id=[2, "x"]), 'generation_config.json: eos_token_id = [2, "x"]: expected a token id'),
+        (_set("generation_config.json", eos_token_id=[]), "generation_config.json: eos_token_id = []: expected a token id"),
+        (_no_eos, "generation_config.json: no eos_token_id, nor in config.json"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_file_field_and_what_is_allowed(edit: Edit, says: str, model: Path) -> None:
+    edit(model)
+    with pytest.raises(ArtifactError) as error:
+        compute_identity(model)
+    assert says in str(error.value)
+    assert str(model) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_code_that_the_model_ships_is_part_of_it(identity: VerifierIdentity, model: Path) -> None:
     (model / "modeling_x.py").write_text("class Model: pass")
     assert compute_identity(model).digest == identity.digest, "without auto_map nobody runs it"

@@ -40,6 +40,12 @@ OPENS_THINKING = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<thi
 DEAF = "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>user\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 """Knows users alone and leaves everything else out without a word."""
 
+CONSTANT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+"""Says the same whatever is asked."""
+
+DIVIDES = "{{ 1 // 0 }}"
+"""Fails with an error that is not jinja's own."""
+
 DATED = "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
 
 SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stages.prepare import chat as chat_module
 from stages.prepare.chat import Chat, cut
 from stages.prepare.rows import DroppedRowError, Message, PrepareError, Tally, read_rows
+from tests.pairing.edits import edit_json
 from tests.paths import shared
 from tests.prepare.templates import DATED, DEAF, INST, LLAMA3, OPENS_THINKING, PLAIN, THINKING, chat_with
 from tests.tiny import CHATML, EOS_TOKEN_ID
@@ -186,6 +187,28 @@ def test_no_template_is_an_error_that_names_the_verifier(tmp_path: Path) -> None
     make_tokenizer(tmp_path, template=None)
     with pytest.raises(PrepareError, match="has no chat template"):
         Chat(tmp_path, [EOS_TOKEN_ID])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("tokenizer.json", {"model": {}}, "transformers cannot load the verifier's tokenizer: "),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "tool_use", "template": CHATML}]},
+            "none of the verifier's chat templates (tool_use) is called default",
+        ),
+    ],
+)
+def test_a_tokenizer_that_does_not_load_is_one_line(tmp_path: Path, name: str, change: dict[str, Any], says: str) -> None:
+    from tests.tiny import make_tokenizer
+
+    make_tokenizer(tmp_path, template=None)
+    edit_json(tmp_path, name, lambda c: c.update(change))
+    with pytest.raises(PrepareError) as error:
+        Chat(tmp_path, [EOS_TOKEN_ID])
+    assert f"{tmp_path}: {says}" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_templates_that_print_the_date_give_the_same_ids_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from stages.prepare.inputs import fingerprint
 from stages.prepare.rows import PrepareError
 from tests.paths import REPOSITORY, shared
 from tests.prepare.project import chat, make_project, prepare
-from tests.prepare.templates import DEAF, INST, OPENS_THINKING
+from tests.prepare.templates import CONSTANT, DEAF, DIVIDES, INST, OPENS_THINKING
 from tests.tiny import make_verifier
 
 OUTPUT = Path("outputs/prepare")
@@ -168,6 +168,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tiny_verifier: Path, conte
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
+        (DIVIDES, chat(1)["messages"], "refused by the template: integer division or modulo by zero"),
         (DEAF, chat(1)["messages"], "the template leaves the answer out"),
         (OPENS_THINKING, chat(1)["messages"], "the template does not continue its own generation prompt with the answer"),
         (INST, [{"role": "system", "content": "x"}, *chat(1)["messages"]], "refused by the template: System role not supported"),
@@ -182,6 +183,16 @@ def test_no_supervised_token_at_all_names_the_template(tmp_path: Path, template:
     assert f"no row is left; 5 rows read: 5 × {reason}" in str(error.value)
     assert "chat template " in str(error.value)
     assert template[:40].split("\n")[0] in str(error.value)
+    assert not OUTPUT.exists()
+
+
+@pytest.mark.parametrize("regenerate", [False, True])
+def test_a_template_that_ignores_the_messages_is_refused_before_anything_is_asked(tmp_path: Path, regenerate: bool) -> None:
+    verifier = make_verifier(tmp_path / "model", template=CONSTANT, layers=1)
+    make_project(verifier, {"a.jsonl": [chat(number) for number in range(5)]}, regeneration={"enabled": regenerate})
+    with pytest.raises(PrepareError, match=r"^chat template [0-9a-f]{12} \(<\|im_start\|>user…?.*\): ignores the messages") as error:
+        prepare()
+    assert "\n" not in str(error.value)
     assert not OUTPUT.exists()
 
 

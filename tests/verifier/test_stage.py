@@ -114,6 +114,7 @@ def test_killed_while_materialising_then_run_again(tmp_path: Path) -> None:
     ("verifier", "named"),
     [
         ({"source": "nowhere"}, "'nowhere': no such directory"),
+        ({"source": "~nouser/x"}, "'~nouser/x': no home directory is known for ~nouser"),
         ({"source": "empty"}, "config.json"),
         ({"source": "local", "quantisation": "w8a8"}, "verifier.quantisation = 'w8a8': unknown key"),
         ({"source": "local", "quantization": "w4"}, "verifier.quantization = 'w4'"),
