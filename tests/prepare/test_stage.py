@@ -204,12 +204,6 @@ def test_a_failed_run_leaves_what_was_there(tiny_verifier: Path) -> None:
     assert {path: sha256_file(path) for path in OUTPUT.rglob("*") if path.is_file()} == before
 
 
-def test_no_room_to_answer_is_refused(tiny_verifier: Path) -> None:
-    make_project(tiny_verifier, {"a.jsonl": [chat(1)]}, regeneration={"enabled": True, "max_tokens": 512})
-    with pytest.raises(PrepareError, match=r"prepare\.regeneration\.max_tokens = 512 must be below engine\.max_model_len = 512"):
-        prepare()
-
-
 def test_one_edited_byte_of_an_input_changes_what_prepare_depends_on(tiny_verifier: Path) -> None:
     """DVC cannot list files that a glob finds outside the repository: `inputs` digests them for it."""
     make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(3)]})
