@@ -301,6 +301,16 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
+def _load(path: Path, absent: str) -> Any:
+    """What a YAML file holds; the error of one that cannot be read is one line, `absent` where there is none."""
+    try:
+        return _yaml().load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ParamsError(f"{path}: {absent if isinstance(error, FileNotFoundError) else error.strerror or error}") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
 def describe(error: ValidationError, path: Path) -> str:
     """One line for each refused value: file, field, value, what is allowed."""
     lines = []
@@ -318,15 +328,9 @@ def read_params(path: Path = PARAMS_FILE) -> Params:
     """Read and validate a whole params file.
 
     Raises:
-        ParamsError: absent file, broken YAML, or any value that the schema refuses.
+        ParamsError: absent or unreadable file, broken YAML, or any value that the schema refuses.
     """
-    try:
-        data = _yaml().load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ParamsError(f"{path}: no such file; run from the repository's top folder") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return parse_params(data, path)
+    return parse_params(_load(path, "no such file; run from the repository's top folder"), path)
 
 
 def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
@@ -351,12 +355,7 @@ def _lay_over(base: dict[str, Any], over: dict[str, Any]) -> None:
 def use_profile(profile: Path, path: Path = PARAMS_FILE) -> Params:
     """Lay the keys of `profile` over `path` and write the result, comments kept; nothing is written unless it is valid."""
     read_params(path)
-    try:
-        over = _yaml().load(profile.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ParamsError(f"{profile}: no such profile") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{profile}: not valid YAML: {' '.join(str(error).split())}") from None
+    over = _load(profile, "no such profile")
     if not isinstance(over, dict):
         raise ParamsError(f"{profile}: expected a mapping of sections, found {type(over).__name__}")
     writer = YAML()

@@ -162,6 +162,20 @@ def test_a_file_that_is_no_params_file(tmp_path: Path, content: str, message: st
     assert "\n" not in str(refused.value)
 
 
+def test_a_directory_where_a_file_is_expected(tmp_path: Path) -> None:
+    params, profile = tmp_path / "params.yaml", tmp_path / "profile"
+    profile.mkdir()
+    for read, path in (
+        (lambda: read_params(profile), profile),
+        (lambda: use_profile(profile, params), profile),
+        (lambda: read_params(params / "x"), params / "x"),
+    ):
+        params.write_bytes((REPOSITORY / "params.yaml").read_bytes())
+        with pytest.raises(ParamsError) as refused:
+            read()
+        assert str(refused.value) == f"{path}: {'Is' if path == profile else 'Not'} a directory"
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_bytes(b"train: \xff\xfe\n")
