@@ -90,10 +90,11 @@ class TestErrors:
         [
             "Path(output / 'big').write_bytes(bytes(1 << 22))",
             "from safetensors.numpy import save_file; import numpy; save_file({'a': numpy.zeros(1 << 20)}, output / 'big')",
+            "from stages.train import state; import torch; state.save(output / 'work', 1, torch.nn.Linear(600, 600), [])",
             "from stages.dataset import TokenSample, write_split; "
             "write_split(output, 'train', (TokenSample(str(n), 'k', list(range(n, n + 1000)), [1] * 1000, 1, 1, []) for n in range(3000)))",
         ],
-        ids=["plain", "safetensors", "parquet"],
+        ids=["plain", "safetensors", "checkpoint", "parquet"],
     )
     def test_a_full_disk_is_one_line_and_leaves_no_half_file(self, here: Path, failing: str) -> None:
         script = here / "stage.py"
