@@ -166,6 +166,18 @@ def test_bad_input_is_one_line_and_nothing_is_written(tiny_verifier: Path, conte
 
 
 @pytest.mark.parametrize(
+    ("limit", "says"),
+    [(1, "1 distinct prompts are left, 3 are needed"), (2, "2 distinct prompts are left, 3 are needed")],
+)
+def test_a_limit_that_leaves_too_little_is_named(tiny_verifier: Path, limit: int, says: str) -> None:
+    make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(6)]}, limit=limit)
+    with pytest.raises(PrepareError) as error:
+        prepare()
+    assert str(error.value).startswith(says)
+    assert f"6 rows read: {6 - limit} × beyond prepare.limit = {limit}; " in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
         (DEAF, chat(1)["messages"], "the template leaves the answer out"),
