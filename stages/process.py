@@ -129,6 +129,13 @@ def _full_disk(error: BaseException | None) -> str | None:
     return None
 
 
+def refused_path(error: BaseException) -> str | None:
+    """`<path>: <why>` if a path that this user may not use, or that is not what is expected there, is the whole error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR):
+        return None
+    return f"{os.fsdecode(error.filename)}: {error.strerror}" if isinstance(error.filename, (str, bytes, os.PathLike)) else None
+
+
 def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
     """Run a stage: validate the whole of params.yaml, lock `outputs/<name>`, report a user's error in one line.
 
@@ -149,9 +156,11 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
         print(f"draftline {name}: {error}", file=sys.stderr)
         return 1
     except Exception as error:
-        where = _full_disk(error)
-        if where is None:
+        text = refused_path(error)
+        if text is None and (where := _full_disk(error)) is not None:
+            text = f"{where}: no space left on the device; free some and run again, finished parts are kept"
+        if text is None:
             raise
-        print(f"draftline {name}: {where}: no space left on the device; free some and run again, finished parts are kept", file=sys.stderr)
+        print(f"draftline {name}: {text}", file=sys.stderr)
         return 1
     return 0

@@ -92,6 +92,19 @@ REFUSED = [
     (with_drafter(markov_rank=0, confidence_head=False, sample_from_anchor=True), FROM_ANCHOR.format("dspark")),
     (with_drafter(markov_rank=0, confidence_head_with_markov=False, sample_from_anchor=True), FROM_ANCHOR.format("dspark")),
     (with_value("prepare.max_seq_len", 1 << 20), "prepare.max_seq_len (1048576) must be below engine.max_model_len ("),
+    *(
+        (with_value(knob, GOOD["engine"]["max_model_len"]), f"{knob} (2048) must be below engine.max_model_len (2048)")
+        for knob in ("prepare.regeneration.max_tokens", "gate.max_tokens", "evaluate.max_tokens", "evaluate.speed_tokens")
+    ),
+    # addresses and seeds
+    (with_value("mlflow.tracking_uri", ""), "params.yaml: mlflow.tracking_uri = '': String should match pattern"),
+    (with_value("mlflow.tracking_uri", "mlflow.db"), "params.yaml: mlflow.tracking_uri = 'mlflow.db': String should match pattern"),
+    (with_value("mlflow.tracking_uri", "postgres://me:secret@host/db"), "params.yaml: mlflow.tracking_uri = 'postgres://host/db': String should match"),
+    (with_value("deploy.host", ""), "params.yaml: deploy.host = '': String should have at least 1 character"),
+    *(
+        (with_value(f"{section}.seed", 1 << 63), f"params.yaml: {section}.seed = 9223372036854775808: Input should be less than or equal to")
+        for section in ("train", "prepare", "prepare.regeneration")
+    ),
     (with_value("prepare.evaluation_fraction", 0.95), "params.yaml: prepare: validation_fraction + evaluation_fraction must be below 1"),
     (with_value("evaluate.ngram_min", 99), "params.yaml: evaluate: ngram_min (99) must not be above ngram_max ("),
 ]
@@ -103,6 +116,14 @@ def test_a_bad_value_is_refused_by_name(data: dict[str, Any], message: str) -> N
         parse_params(data)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["sqlite:////srv/mlflow.db", "http://host:5000", "https://host", "file:./mlruns", "databricks", "mysql+pymysql://me:pw@host/db", "postgresql://host/db"],
+)
+def test_a_tracking_server_s_address_is_taken(uri: str) -> None:
+    assert parse_params(with_value("mlflow.tracking_uri", uri)).mlflow.tracking_uri == uri
 
 
 def test_every_bad_value_is_named_not_only_the_first() -> None:
@@ -139,6 +160,20 @@ def test_a_file_that_is_no_params_file(tmp_path: Path, content: str, message: st
         read_params(path)
     assert str(refused.value).startswith(f"{path}: ")
     assert "\n" not in str(refused.value)
+
+
+def test_a_directory_where_a_file_is_expected(tmp_path: Path) -> None:
+    params, profile = tmp_path / "params.yaml", tmp_path / "profile"
+    profile.mkdir()
+    for read, path in (
+        (lambda: read_params(profile), profile),
+        (lambda: use_profile(profile, params), profile),
+        (lambda: read_params(params / "x"), params / "x"),
+    ):
+        params.write_bytes((REPOSITORY / "params.yaml").read_bytes())
+        with pytest.raises(ParamsError) as refused:
+            read()
+        assert str(refused.value) == f"{path}: {'Is' if path == profile else 'Not'} a directory"
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -69,14 +69,32 @@ class TestErrors:
         assert "Traceback" in done.stderr
 
     @pytest.mark.parametrize(
+        ("failing", "says"),
+        [
+            ("(output / 'a').mkdir(); (output / 'a').write_text('')", "outputs/lock/a: Is a directory"),
+            ("(output / 'a').write_text(''); (output / 'a/b').read_text()", "outputs/lock/a/b: Not a directory"),
+            ("raise PermissionError(13, 'Permission denied', 'data/x')", "data/x: Permission denied"),
+            ("raise OSError(30, 'Read-only file system', Path('x'))", "x: Read-only file system"),
+        ],
+    )
+    def test_a_path_that_cannot_be_used_is_one_line(self, here: Path, failing: str, says: str) -> None:
+        done = run_stage(here, failing)
+        assert (done.returncode, done.stderr) == (1, f"draftline lock: {says}\n")
+
+    @pytest.mark.parametrize("error", ["OSError(13, 'Permission denied')", "OSError(5, 'Input/output error', 'x')", "PermissionError(1, 'no', 3)"])
+    def test_an_error_without_a_path_or_of_another_kind_keeps_its_traceback(self, here: Path, error: str) -> None:
+        assert "Traceback" in run_stage(here, f"raise {error}").stderr
+
+    @pytest.mark.parametrize(
         "failing",
         [
             "Path(output / 'big').write_bytes(bytes(1 << 22))",
             "from safetensors.numpy import save_file; import numpy; save_file({'a': numpy.zeros(1 << 20)}, output / 'big')",
+            "from stages.train import state; import torch; state.save(output / 'work', 1, torch.nn.Linear(600, 600), [])",
             "from stages.dataset import TokenSample, write_split; "
             "write_split(output, 'train', (TokenSample(str(n), 'k', list(range(n, n + 1000)), [1] * 1000, 1, 1, []) for n in range(3000)))",
         ],
-        ids=["plain", "safetensors", "parquet"],
+        ids=["plain", "safetensors", "checkpoint", "parquet"],
     )
     def test_a_full_disk_is_one_line_and_leaves_no_half_file(self, here: Path, failing: str) -> None:
         script = here / "stage.py"

@@ -26,7 +26,7 @@ from stages.errors import DraftlineError
 from stages.pairing.identity import compute_identity
 from stages.pairing.lock import require_pair
 from stages.pairing.store import DIGEST_CACHE
-from stages.process import OUTPUTS, die_with_parent
+from stages.process import OUTPUTS, die_with_parent, refused_path
 
 PLAN = OUTPUTS / "deploy" / "plan.json"
 LOG = OUTPUTS / "deploy" / "serve" / "server.log"
@@ -127,6 +127,12 @@ def main(argv: list[str] | None = None) -> int:
         serve(ready_plan(), options.once)
     except DraftlineError as error:
         print(f"draftline serve: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        text = refused_path(error)
+        if text is None:
+            raise
+        print(f"draftline serve: {text}", file=sys.stderr)
         return 1
     return 0
 

@@ -43,10 +43,11 @@ def read(settings: Settings, tally: Tally) -> tuple[list[KeyedRow], list[KeyedRo
     return take(unique[len(held_out) :], settings.limit, tally), unique[: len(held_out)]
 
 
-def failure(what: str, tally: Tally, chat: Chat) -> PrepareError:
+def failure(what: str, settings: Settings, tally: Tally, chat: Chat) -> PrepareError:
     """The error of a run that leaves too little: every reason with its count, and the template."""
     reasons = [f"{count} × {reason} (first: {tally.examples[reason]})" for reason, count in tally.dropped.most_common()]
-    reasons += [f"{count} × {name}" for name, count in (("duplicate", tally.duplicates), ("broken line", tally.broken_lines)) if count]
+    others = (("duplicate", tally.duplicates), ("broken line", tally.broken_lines), (f"beyond prepare.limit = {settings.limit}", tally.beyond_limit))
+    reasons += [f"{count} × {name}" for name, count in others if count]
     reasons.append(chat.template_name)
     return PrepareError(f"{what}; {tally.read} rows read: {'; '.join(reasons)}")
 
@@ -61,11 +62,12 @@ def split_rows(rows: list[KeyedRow], held_out: list[KeyedRow], settings: Setting
     wanted = 1 + (settings.validation_fraction > 0) + (evaluation_fraction > 0)
     prompts = {keyed.prompt: keyed.row.kind for keyed in reversed(rows)}
     if not rows:
-        raise failure("no row is left", tally, chat)
+        raise failure("no row is left", settings, tally, chat)
     if len(prompts) < wanted:
         raise failure(
             f"{len(prompts)} distinct prompts are left, {wanted} are needed to train on one and hold out others "
             "(prepare.validation_fraction and prepare.evaluation_fraction: 0 holds out none)",
+            settings,
             tally,
             chat,
         )
@@ -103,7 +105,7 @@ def build(
         tokens: dict[str, Tokens] = {keyed.row.id: tokens for keyed, tokens in fit if tokens is not None}
         reports = from_rows(splits, tokens, chat, limits, tally)
     if not sum(sample.tokens.supervised for sample in reports["train"].samples):
-        raise failure("no supervised token to train on", tally, chat)
+        raise failure("no supervised token to train on", settings, tally, chat)
     return reports, report
 
 

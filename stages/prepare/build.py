@@ -15,7 +15,7 @@ from stages.params import Engine as EngineParams
 from stages.params import Prepare
 from stages.prepare.answers import TOO_LONG, TRUNCATED_AWAY, Dialogue, Verifier, answer_all
 from stages.prepare.chat import Chat, Tokens, cut
-from stages.prepare.rows import TO_ANSWER, DroppedRowError, Message, PrepareError, Tally, asked_before
+from stages.prepare.rows import TO_ANSWER, DroppedRowError, Message, Tally, asked_before
 from stages.prepare.splits import KeyedRow
 
 PLACEHOLDER = "a"
@@ -31,12 +31,7 @@ class Limits:
 
     @staticmethod
     def of(settings: Prepare, engine: EngineParams) -> Limits:
-        room = engine.max_model_len - settings.regeneration.max_tokens
-        if room < 1:
-            raise PrepareError(
-                f"params.yaml: prepare.regeneration.max_tokens = {settings.regeneration.max_tokens} must be below engine.max_model_len = {engine.max_model_len}"
-            )
-        return Limits(settings.max_seq_len, room)
+        return Limits(settings.max_seq_len, engine.max_model_len - settings.regeneration.max_tokens)
 
 
 @dataclass(frozen=True)

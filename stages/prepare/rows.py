@@ -114,11 +114,15 @@ def input_files(patterns: Iterable[str], field_name: str = "prepare.inputs") -> 
     """Files that the patterns match, each once, in the order of the patterns and of their names.
 
     Raises:
-        PrepareError: a pattern that matches no file.
+        PrepareError: a pattern that matches no file, or a directory alone.
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:
-        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
+        named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        matches = [path for path in named if path.is_file()]
+        if not matches and any(path.is_dir() for path in named):
+            files = f"{pattern.rstrip('/')}/*.jsonl"
+            raise PrepareError(f"{field_name}: {pattern!r} is a directory; the files in it are {files!r}")
         if not matches:
             raise PrepareError(f"{field_name}: {pattern!r} matches no file (paths are relative to the repository)")
         for path in matches:

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from stages.drafters.model import Drafter
+from stages.errors import DraftlineError
 from stages.params import Train
 from stages.train import state
 from stages.train.data import TrainingSet, make_batch, sample_order
@@ -51,11 +52,26 @@ def set_threads(threads: int | None) -> int:
     return count
 
 
+def require_finite(made: list[Progress], params: Train, drafter: Drafter | None = None) -> None:
+    """Stop a training that has diverged, before anything of it is written.
+
+    Raises:
+        DraftlineError: the loss of a step in `made`, or a weight of `drafter` after the last of them, is not finite.
+    """
+    what = next((f"the loss of step {progress.step + 1} is {progress.loss}" for progress in made if not math.isfinite(progress.loss)), None)
+    if what is None and drafter is not None and not all(bool(parameter.isfinite().all()) for parameter in drafter.parameters()):
+        what = f"weights are not finite after step {made[-1].step + 1}"
+    if what is not None:
+        raise DraftlineError(f"params.yaml: train.learning_rate = {params.learning_rate}: training diverged, {what}; lower it")
+
+
 def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
     """Train `drafter` in place from the newest checkpoint in `work` (or from its initial weights) to the last step.
 
     Returns:
         The steps made by this call.
+    Raises:
+        DraftlineError: the training has diverged.
     """
     dtype = DTYPES[params.precision]
     k = drafter.config.draft_tokens
@@ -82,6 +98,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
             done = step + 1
             if done % LOG_EVERY == 0 or done == params.steps:
                 recent = made[-LOG_EVERY:]
+                require_finite(recent, params)
                 values = {"loss": sum(p.loss for p in recent) / len(recent), "learning_rate": rate, "slots": float(len(batch.positions))}
                 elapsed = bar.format_dict["elapsed"]
                 if elapsed:
@@ -91,6 +108,8 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
             if validation is not None and done % params.validation_every == 0 and done < params.steps:
                 log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
                 drafter.train()
+            if done % params.checkpoint_every == 0 or done == params.steps:
+                require_finite(made[-LOG_EVERY:], params, drafter)
             if done % params.checkpoint_every == 0 and done < params.steps:
                 state.save(work, done, drafter, optimizers)
     drafter.eval()

@@ -24,8 +24,9 @@ def save(directory: Path, step: int, model: torch.nn.Module, optimizers: list[to
 
     Batches and anchors are functions of the step's number (stages/train/anchors.py), so no random state is kept.
     """
-    with atomic_path(directory / f"step-{step:08d}.pt") as temporary:
-        torch.save({"step": step, "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}, temporary)
+    # Given a path, torch.save writes itself and does not say why it could not (a full disk).
+    with atomic_path(directory / f"step-{step:08d}.pt") as temporary, temporary.open("wb") as stream:
+        torch.save({"step": step, "model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}, stream)
     for _, path in _checkpoints(directory)[:-KEEP]:
         path.unlink()
 

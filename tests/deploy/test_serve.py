@@ -132,6 +132,14 @@ class TestServing:
         assert time.monotonic() - started < planned["startup_seconds"]
 
 
+def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+    monkeypatch.chdir(tmp_path)
+    PLAN.mkdir(parents=True)
+    process = serve("--once")
+    _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (1, f"draftline serve: {PLAN}: Is a directory\n")
+
+
 class TestReadingTheServer:
     def test_the_cause_is_the_error_that_others_only_report(self, tmp_path: Path) -> None:
         log = tmp_path / "log"

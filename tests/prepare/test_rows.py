@@ -224,5 +224,8 @@ def test_files_are_matched_once_and_in_order(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["b.jsonl", "a.jsonl", "c.jsonl.gz"]
     with pytest.raises(PrepareError, match=r"prepare\.inputs: '.*none\*\.jsonl' matches no file"):
         input_files([f"{tmp_path}/b.jsonl", f"{tmp_path}/none*.jsonl"])
-    with pytest.raises(PrepareError, match=r"prepare\.evaluation_inputs: "):
-        input_files([f"{tmp_path}/sub"], "prepare.evaluation_inputs")
+    for pattern in ("sub", "sub/", "su*"):
+        with pytest.raises(PrepareError) as refused:
+            input_files([f"{tmp_path}/{pattern}"], "prepare.evaluation_inputs")
+        files = f"{tmp_path}/{pattern.rstrip('/')}/*.jsonl"
+        assert str(refused.value) == f"prepare.evaluation_inputs: '{tmp_path}/{pattern}' is a directory; the files in it are '{files}'"

@@ -166,6 +166,18 @@ def test_bad_input_is_one_line_and_nothing_is_written(tiny_verifier: Path, conte
 
 
 @pytest.mark.parametrize(
+    ("limit", "says"),
+    [(1, "1 distinct prompts are left, 3 are needed"), (2, "2 distinct prompts are left, 3 are needed")],
+)
+def test_a_limit_that_leaves_too_little_is_named(tiny_verifier: Path, limit: int, says: str) -> None:
+    make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(6)]}, limit=limit)
+    with pytest.raises(PrepareError) as error:
+        prepare()
+    assert str(error.value).startswith(says)
+    assert f"6 rows read: {6 - limit} × beyond prepare.limit = {limit}; " in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
         (DIVIDES, chat(1)["messages"], "refused by the template: integer division or modulo by zero"),
@@ -213,12 +225,6 @@ def test_a_failed_run_leaves_what_was_there(tiny_verifier: Path) -> None:
     with pytest.raises(PrepareError):
         prepare()
     assert {path: sha256_file(path) for path in OUTPUT.rglob("*") if path.is_file()} == before
-
-
-def test_no_room_to_answer_is_refused(tiny_verifier: Path) -> None:
-    make_project(tiny_verifier, {"a.jsonl": [chat(1)]}, regeneration={"enabled": True, "max_tokens": 512})
-    with pytest.raises(PrepareError, match=r"prepare\.regeneration\.max_tokens = 512 must be below engine\.max_model_len = 512"):
-        prepare()
 
 
 def test_one_edited_byte_of_an_input_changes_what_prepare_depends_on(tiny_verifier: Path) -> None:

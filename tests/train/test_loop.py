@@ -17,6 +17,7 @@ import torch
 
 from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
+from stages.errors import DraftlineError
 from stages.params import Train
 from stages.train import loop, state
 from stages.train.data import TrainingSet, choose_draft_vocabulary, sample_order
@@ -78,6 +79,50 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert [p.step for p in rest] == list(range(15, 40))
     assert rest == curve[15:]
     assert same(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("at", "spoilt", "says", "kept"),
+    [
+        (7, "loss", "the loss of step 7 is nan", ["step-00000004.pt"]),  # found by the check of every tenth step
+        (8, "loss", "the loss of step 8 is nan", ["step-00000004.pt"]),  # found before the checkpoint
+        (8, "weights", "weights are not finite after step 8", ["step-00000004.pt"]),
+        (13, "loss", "the loss of step 13 is nan", ["step-00000008.pt", "step-00000012.pt"]),  # found at the end
+        (13, "weights", "weights are not finite after step 13", ["step-00000008.pt", "step-00000012.pt"]),
+    ],
+)
+def test_a_diverged_training_stops_and_writes_nothing(
+    at: int, spoilt: str, says: str, kept: list[str], tiny_verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written, the weights would pass for a drafter that is merely bad, and a resumed run would start from them."""
+    model, data = build(tiny_verifier, 2)
+    original = loop.objective
+    calls = 0
+
+    def spoils(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        out = original(*args)
+        if calls == at and spoilt == "loss":
+            out.loss.data.fill_(math.nan)
+        if calls == at and spoilt == "weights":
+            next(model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+        return out
+
+    monkeypatch.setattr(loop, "objective", spoils)
+    logged: list[float] = []
+    with pytest.raises(DraftlineError) as stopped:
+        loop.train(model, data, None, settings(steps=13, checkpoint_every=4), tmp_path, lambda metrics, step: logged.extend(metrics.values()))
+    assert str(stopped.value) == f"params.yaml: train.learning_rate = 0.0006: training diverged, {says}; lower it"
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert all(map(math.isfinite, logged))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_learning_rate_that_is_far_too_high_is_named(optimizer: str, tiny_verifier: Path, tmp_path: Path) -> None:
+    model, data = build(tiny_verifier, 2)
+    with pytest.raises(DraftlineError, match=r"train\.learning_rate = 1e\+30: training diverged, .* step \d+"):
+        loop.train(model, data, None, settings(optimizer=optimizer, learning_rate=1e30), tmp_path, quiet)
 
 
 def test_kill_9_while_a_checkpoint_is_written_leaves_the_previous_one(tmp_path: Path) -> None:
