@@ -28,7 +28,7 @@ from stages.artifacts import write_atomic
 from stages.errors import ParamsError
 
 PARAMS_FILE = Path("params.yaml")
-TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://|file:|databricks)"
+TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
 
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 

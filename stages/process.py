@@ -131,7 +131,7 @@ def _full_disk(error: BaseException | None) -> str | None:
 
 def refused_path(error: BaseException) -> str | None:
     """`<path>: <why>` if a path that this user may not use, or that is not what is expected there, is the whole error."""
-    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR):
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
         return None
     return f"{os.fsdecode(error.filename)}: {error.strerror}" if isinstance(error.filename, (str, bytes, os.PathLike)) else None
 

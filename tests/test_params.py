@@ -120,7 +120,7 @@ def test_a_bad_value_is_refused_by_name(data: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize(
     "uri",
-    ["sqlite:////srv/mlflow.db", "http://host:5000", "https://host", "file:./mlruns", "databricks", "mysql+pymysql://me:pw@host/db", "postgresql://host/db"],
+    ["sqlite:////srv/mlflow.db", "http://host:5000", "https://host", "mysql+pymysql://me:pw@host/db", "postgresql://host/db"],
 )
 def test_a_tracking_server_s_address_is_taken(uri: str) -> None:
     assert parse_params(with_value("mlflow.tracking_uri", uri)).mlflow.tracking_uri == uri

@@ -106,7 +106,7 @@ def assign(kinds: Mapping[str, str], ranks: Mapping[str, str], validation_fracti
     """Prompt key → "train", "validation" or "evaluation".
 
     Exact counts per kind: each share rounded and at least one prompt, as long as one is left for training. Kinds with
-    fewer than three prompts are counted together; with fewer than three prompts in all, everything trains.
+    fewer than three prompts are counted together; where those cannot fill every share either, they all train.
     Within a kind the prompts are ordered by rank: evaluation from the front, validation from the back, so that a
     change of one share does not move the other.
 
@@ -122,8 +122,9 @@ def assign(kinds: Mapping[str, str], ranks: Mapping[str, str], validation_fracti
     if together:
         groups[None] = together
     splits = dict.fromkeys(kinds, "train")
+    shares = (validation_fraction > 0) + (evaluation_fraction > 0)
     for prompts in groups.values():
-        if len(prompts) < SMALL_KIND:
+        if len(prompts) <= shares:
             continue
         prompts.sort(key=lambda prompt: (ranks[prompt], prompt))
         evaluation, validation = _count(evaluation_fraction, len(prompts)), _count(validation_fraction, len(prompts))

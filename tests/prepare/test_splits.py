@@ -35,8 +35,9 @@ def test_splits_are_disjoint_and_complete_for_every_size_and_ratio(kinds: dict[s
     assert set(counts) <= {"train", "validation", "evaluation"}
     if kinds:
         assert counts["train"] >= 1
-    assert (counts["validation"] > 0) == (validation > 0 and len(kinds) >= 3)
-    assert (counts["evaluation"] > 0) == (evaluation > 0 and len(kinds) >= 3)
+    enough = len(kinds) > (validation > 0) + (evaluation > 0)
+    assert (counts["validation"] > 0) == (validation > 0 and enough)
+    assert (counts["evaluation"] > 0) == (evaluation > 0 and enough)
     for kind, size in Counter(kinds.values()).items():
         own = Counter(splits[prompt] for prompt in kinds if kinds[prompt] == kind)
         if size >= 3:

@@ -80,7 +80,7 @@ def test_splits_manifest_and_report(tiny_verifier: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(3, 40), st.sampled_from([0.0, 0.01, 0.3, 0.6]), st.sampled_from([0.0, 0.05, 0.39]), st.one_of(st.none(), st.integers(3, 50)))
+@given(st.integers(3, 40), st.sampled_from([0.0, 0.01, 0.3, 0.6]), st.sampled_from([0.0, 0.05, 0.39]), st.one_of(st.none(), st.integers(5, 50)))
 def test_no_prompt_is_on_two_sides_for_every_size_and_ratio(tiny_verifier: Path, size: int, validation: float, evaluation: float, limit: int | None) -> None:
     """Whole stage: same question with several answers, copies, limits."""
     chats = [chat(number % (size // 2 + 2), answer=f"Answer {number % 7}.") for number in range(size)]
