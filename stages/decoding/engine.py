@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from stages.environment import prepare_environment
 from stages.errors import DraftlineError
+from stages.params import Engine as EngineSettings
 
 
 class EngineError(DraftlineError):
@@ -45,6 +47,18 @@ class EngineConfig:
     trust_remote_code: bool = False
     max_num_batched_tokens: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def engine_config(model: Path, settings: EngineSettings, trust_remote_code: bool) -> EngineConfig:
+    """The verifier in `model` alone, as params.yaml says."""
+    return EngineConfig(
+        model=str(model),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from stages.artifacts import digest_json, read_json, read_manifest, staged_directory, write_atomic, write_json
 from stages.dataset import TokenSample, choose_per_kind, read_split
-from stages.decoding.engine import Completion, EngineConfig, Request
+from stages.decoding.engine import Completion, EngineConfig, Request, engine_config
 from stages.decoding.isolated import EngineProcess
 from stages.decoding.speculative import ngram_config, spec_config
 from stages.errors import ArtifactError, DraftlineError
@@ -90,14 +90,7 @@ def run(params: Params, output: Path) -> None:
     config = read_json(checkpoint / "config.json")
     speculative = spec_config(checkpoint, config)
     draft_tokens: int = speculative["num_speculative_tokens"]
-    engine = EngineConfig(
-        model=str(verifier_directory(identity)),
-        dtype=params.engine.dtype,
-        max_model_len=params.engine.max_model_len,
-        max_num_seqs=params.engine.max_num_seqs,
-        kv_cache_bytes=params.engine.kv_cache_bytes,
-        trust_remote_code=params.verifier.trust_remote_code,
-    )
+    engine = engine_config(verifier_directory(identity), params.engine, params.verifier.trust_remote_code)
     fast = speed_requests(chosen, settings)
     drafted, looked_up, pairs = decode(
         engine, speculative, ngram_config(draft_tokens, settings.ngram_min, settings.ngram_max), requests, fast, settings.repeats

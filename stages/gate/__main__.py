@@ -16,7 +16,7 @@ from typing import Any
 
 from stages.artifacts import digest_json, read_json, read_manifest, write_json
 from stages.dataset import TokenSample, choose_per_kind, read_split
-from stages.decoding.engine import EngineConfig
+from stages.decoding.engine import EngineConfig, engine_config
 from stages.decoding.isolated import EngineProcess
 from stages.decoding.speculative import spec_config
 from stages.errors import ArtifactError, DraftlineError
@@ -132,15 +132,7 @@ def run(params: Params, output: Path, start: Start = EngineProcess) -> None:
     samples = read_split(OUTPUTS / "prepare", "evaluation")
     if not samples:
         raise ArtifactError(f"{OUTPUTS / 'prepare' / 'evaluation'}: no held-out prompts; raise prepare.evaluation_fraction")
-    settings = params.engine
-    engine = EngineConfig(
-        model=str(verifier_directory(identity)),
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        trust_remote_code=params.verifier.trust_remote_code,
-    )
+    engine = engine_config(verifier_directory(identity), params.engine, params.verifier.trust_remote_code)
     report, wrong, _ = prove(params.gate, engine, identity.quantization, checkpoint.absolute(), samples, start)
     verdict = {"verdict": "fail" if wrong else "pass", "verifier": identity.digest, "checkpoint": digest_json(manifest["files"])}
     # Before the verdict is acted on: a failure without its evidence helps nobody.

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from stages.artifacts import digest_json, write_json
-from stages.decoding.engine import Completion, Engine, EngineConfig, Request
+from stages.decoding.engine import Completion, Engine, EngineConfig, Request, engine_config
 from stages.params import Engine as EngineSettings
 from stages.params import Regeneration
 from stages.prepare.chat import Chat, Tokens, common_length
@@ -94,15 +94,7 @@ def answering_engine(directory: Path, settings: EngineSettings, trust_remote_cod
     After a step with a part of a prompt vLLM 0.32 turns a seeded request's generator back, which a CPU generator cannot do:
     it would end with "CPU Generator does not use offset".
     """
-    return EngineConfig(
-        model=str(directory),
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        trust_remote_code=trust_remote_code,
-        extra={"enable_chunked_prefill": False},
-    )
+    return replace(engine_config(directory, settings, trust_remote_code), extra={"enable_chunked_prefill": False})
 
 
 class Verifier:

@@ -20,6 +20,13 @@ from stages.process import OUTPUTS, stage_main
 from stages.register.registry import Candidate, register
 from stages.tracking import redacted
 
+EVIDENCE: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    ("lock", "match", ("verifier",)),
+    ("gate", "pass", ("verifier", "checkpoint")),
+    ("evaluate", None, ("verifier", "checkpoint")),
+)
+"""Stage, the verdict that its report must hold, and what the report must be about."""
+
 
 def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
     """The checkpoint below `outputs` and the evidence for it.
@@ -32,18 +39,16 @@ def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
     checkpoint = outputs / "convert" / "checkpoint"
     manifest = read_manifest(checkpoint, identity.digest)
     require_pair(checkpoint, identity)
-    for stage, wanted in (("lock", "match"), ("gate", "pass")):
-        report = outputs / stage / "report.json"
-        verdict = read_json(report).get("verdict")
-        if verdict != wanted:
-            raise DraftlineError(f"{report}: verdict = {verdict!r}: only a drafter with verdict {wanted!r} is registered")
     subjects = {"verifier": identity.digest, "checkpoint": digest_json(manifest["files"])}
-    for stage, names in (("lock", ["verifier"]), ("gate", ["verifier", "checkpoint"]), ("evaluate", ["verifier", "checkpoint"])):
-        report = outputs / stage / "report.json"
+    for stage, wanted, names in EVIDENCE:
+        path = outputs / stage / "report.json"
+        report = read_json(path)
+        if wanted is not None and report.get("verdict") != wanted:
+            raise DraftlineError(f"{path}: verdict = {report.get('verdict')!r}: only a drafter with verdict {wanted!r} is registered")
         for name in names:
-            found = str(read_json(report).get(name))
+            found = str(report.get(name))
             if found != subjects[name]:
-                raise ArtifactError(f"{report}: {name} = {found[:12]}, the current one is {subjects[name][:12]}; run dvc repro")
+                raise ArtifactError(f"{path}: {name} = {found[:12]}, the current one is {subjects[name][:12]}; run dvc repro")
     evaluation: dict[str, Any] = read_json(outputs / "evaluate" / "report.json")
     return Candidate(
         directory=checkpoint,
