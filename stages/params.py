@@ -19,13 +19,14 @@ from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from stages.artifacts import write_atomic
 from stages.errors import ParamsError
+from stages.params_file import describe, lay_over, load_yaml, plain_yaml
 
 PARAMS_FILE = Path("params.yaml")
 TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
@@ -104,6 +105,43 @@ class Extraction(Section):
     disk_reserve_bytes: int = Field(1 << 30, ge=0, description="Free space that a dump must leave on its file system, bytes.")
     ignore_estimate: bool = Field(False, description="Start although the estimate says that the dump does not fit.")
     keep_dumps: int = Field(2, ge=1, description="Finished dumps that are kept on disk (the newest first).")
+    mode: Literal["offline", "online", "hybrid"] = Field(
+        "offline", description="offline: dump, then train; online: train on what the engine streams, keep nothing; hybrid: keep up to cache_bytes of it."
+    )
+    transport: Literal["file", "mooncake"] = Field("file", description="How streamed samples travel: file (shared memory of one node) or mooncake (any node).")
+    servers: list[str] = Field(
+        default_factory=list, description="http(s) URLs of extracting servers (`python -m stages.extract.serve`); empty: training starts and stops its own."
+    )
+    spool: str | None = Field(None, min_length=1, description="Directory in shared memory for transport file; null: one is made. Needed with servers.")
+    master: str | None = Field(None, pattern=r"^\S+:[1-9]\d{0,4}$", description="host:port of mooncake_master; null: one is started. Needed with servers.")
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake moves bytes.")
+    rdma_devices: str = Field("", description="RDMA devices, comma separated; empty: Mooncake chooses.")
+    budget_bytes: int = Field(1 << 28, ge=1 << 16, description="Unread samples that a producer may hold, bytes; at the budget it pauses.")
+    ttl_seconds: float = Field(120.0, gt=0.0, description="A sample unread for so long may be removed when space is needed, seconds.")
+    ahead_samples: int = Field(32, ge=1, le=4096, description="Samples that training asks for ahead of need (fewer where budget_bytes holds fewer).")
+    timeout_seconds: float = Field(20.0, ge=1.0, le=3600.0, description="Longest wait for one sample, seconds; training gives up after 1.5 times that and 5 s.")
+    startup_seconds: int = Field(300, ge=10, description="Longest wait for an extracting server that training starts, seconds.")
+    cache_bytes: int = Field(1 << 30, ge=0, description="Samples that mode hybrid keeps on disk, bytes.")
+
+    @field_validator("servers")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        for url in value:
+            try:
+                parts = urlsplit(url)
+                fine = re.fullmatch(r"https?://[^/?#\s]+", url) is not None and parts.hostname is not None and parts.port != 0
+            except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
+                fine = False
+            if not fine:
+                raise ValueError(f"{url!r} must be http(s)://<host>:<port> without a path")
+        return value
+
+    @model_validator(mode="after")
+    def _servers_need_a_meeting_place(self) -> Extraction:
+        knob = "spool" if self.transport == "file" else "master"
+        if self.servers and self.mode != "offline" and getattr(self, knob) is None:
+            raise ValueError(f"servers with transport {self.transport!r} need {knob}: where they publish and training reads")
+        return self
 
     @field_validator("layer_ids")
     @classmethod
@@ -296,41 +334,13 @@ class StageParams:
         return SimpleNamespace(**{knob: getattr(getattr(self._params, section), knob) for knob in knobs})
 
 
-def _yaml() -> YAML:
-    # YAML 1.2, as DVC reads it: "6e-4" is a number, "on" is a string.
-    return YAML(typ="safe", pure=True)
-
-
-def _load(path: Path, absent: str) -> Any:
-    """What a YAML file holds; the error of one that cannot be read is one line, `absent` where there is none."""
-    try:
-        return _yaml().load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ParamsError(f"{path}: {absent if isinstance(error, FileNotFoundError) else error.strerror or error}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def describe(error: ValidationError, path: Path) -> str:
-    """One line for each refused value: file, field, value, what is allowed."""
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "(whole file)"
-        value = item.get("input")
-        # A refused database URL may hold a password.
-        shown = "" if item["type"] == "missing" or isinstance(value, (dict, Section)) else re.sub(r"//.*@", "//", f" = {value!r}")
-        text = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: {where}{shown}: {text}")
-    return "; ".join(lines)
-
-
 def read_params(path: Path = PARAMS_FILE) -> Params:
     """Read and validate a whole params file.
 
     Raises:
         ParamsError: absent or unreadable file, broken YAML, or any value that the schema refuses.
     """
-    return parse_params(_load(path, "no such file; run from the repository's top folder"), path)
+    return parse_params(load_yaml(path, "no such file; run from the repository's top folder"), path)
 
 
 def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
@@ -343,29 +353,20 @@ def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
         raise ParamsError(describe(error, path)) from None
 
 
-def _lay_over(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """Set the values of `over` in `base`, section by section."""
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _lay_over(base[key], value)
-        else:
-            base[key] = value
-
-
 def use_profile(profile: Path, path: Path = PARAMS_FILE) -> Params:
     """Lay the keys of `profile` over `path` and write the result, comments kept; nothing is written unless it is valid."""
     read_params(path)
-    over = _load(profile, "no such profile")
+    over = load_yaml(profile, "no such profile")
     if not isinstance(over, dict):
         raise ParamsError(f"{profile}: expected a mapping of sections, found {type(over).__name__}")
     writer = YAML()
     writer.width = 1000
     writer.indent(mapping=2, sequence=4, offset=2)
     merged = writer.load(path.read_text(encoding="utf-8"))
-    _lay_over(merged, over)
+    lay_over(merged, over)
     stream = io.StringIO()
     writer.dump(merged, stream)
-    params = parse_params(_yaml().load(stream.getvalue()), profile)
+    params = parse_params(plain_yaml().load(stream.getvalue()), profile)
     write_atomic(path, stream.getvalue())
     return params
 

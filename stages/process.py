@@ -24,6 +24,8 @@ from stages.params import Params, StageParams, read_params
 
 OUTPUTS = Path("outputs")
 LOCK_SECONDS = 60.0
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell has it."""
 
 
 def _ancestors() -> list[psutil.Process]:
@@ -155,6 +157,9 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
     except DraftlineError as error:
         print(f"draftline {name}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"draftline {name}: interrupted; run again to go on from what is finished", file=sys.stderr)
+        return INTERRUPTED
     except Exception as error:
         text = refused_path(error)
         if text is None and (where := _full_disk(error)) is not None:

@@ -100,6 +100,14 @@ REFUSED = [
     (with_value("mlflow.tracking_uri", ""), "params.yaml: mlflow.tracking_uri = '': String should match pattern"),
     (with_value("mlflow.tracking_uri", "mlflow.db"), "params.yaml: mlflow.tracking_uri = 'mlflow.db': String should match pattern"),
     (with_value("mlflow.tracking_uri", "postgres://me:secret@host/db"), "params.yaml: mlflow.tracking_uri = 'postgres://host/db': String should match"),
+    *(
+        (with_value("extraction.servers", [url]), f"params.yaml: extraction.servers = ['{url}']: '{url}' must be http(s)://<host>:<port> without a path")
+        for url in ("http://a:81oo", "http://a:65536", "http://a:0", "http://[::1:8100", "http://a?x=1", "http://a/v1", "http://:8100", "a:8100")
+    ),
+    *(
+        (with_value("extraction.master", master), f"params.yaml: extraction.master = '{master}': String should match pattern")
+        for master in ("a", "a:0", "a:b", "a:100000")
+    ),
     (with_value("deploy.host", ""), "params.yaml: deploy.host = '': String should have at least 1 character"),
     *(
         (with_value(f"{section}.seed", 1 << 63), f"params.yaml: {section}.seed = 9223372036854775808: Input should be less than or equal to")
@@ -124,6 +132,11 @@ def test_a_bad_value_is_refused_by_name(data: dict[str, Any], message: str) -> N
 )
 def test_a_tracking_server_s_address_is_taken(uri: str) -> None:
     assert parse_params(with_value("mlflow.tracking_uri", uri)).mlflow.tracking_uri == uri
+
+
+@pytest.mark.parametrize("url", ["http://a", "http://a:8100", "https://a.b:1", "http://[::1]:8100", "http://10.0.0.2:65535"])
+def test_an_extracting_server_s_address_is_taken(url: str) -> None:
+    assert parse_params(with_value("extraction.servers", [url])).extraction.servers == [url]
 
 
 def test_every_bad_value_is_named_not_only_the_first() -> None:

@@ -68,6 +68,10 @@ class TestErrors:
         assert done.returncode == 1
         assert "Traceback" in done.stderr
 
+    def test_ctrl_c_is_one_line_and_the_status_that_shells_have_for_it(self, here: Path) -> None:
+        done = run_stage(here, "os.kill(os.getpid(), 2); time.sleep(30)")
+        assert (done.returncode, done.stderr) == (130, "draftline lock: interrupted; run again to go on from what is finished\n")
+
     @pytest.mark.parametrize(
         ("failing", "says"),
         [

@@ -15,6 +15,7 @@ from typing import Any
 from stages.decoding.speculative import DISTRIBUTIONS, Device, installed_device, spec_config
 from stages.environment import EAGER, ENGINE, LOCAL, THREADS
 from stages.params import Params
+from stages.servers import vllm_command
 
 
 def installed_engine() -> str:
@@ -26,13 +27,6 @@ def installed_engine() -> str:
     device = installed_device()
     distribution = next(name for name, built_for in DISTRIBUTIONS.items() if built_for == device)
     return f"{distribution} {version(distribution)}"
-
-
-def _command(device: Device, model: Path) -> list[str]:
-    # The CPU wheel's `vllm` command looks for a distribution of that name and dies; its module takes the same arguments.
-    if device == "cpu":
-        return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    return ["vllm", "serve", str(model)]
 
 
 def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +42,7 @@ def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path,
     env = ENGINE | LOCAL
     notes = []
     argv = [
-        *_command(device, verifier),
+        *vllm_command(device, verifier),
         *("--served-model-name", params.verifier.name),
         *("--host", params.deploy.host),
         *("--port", str(params.deploy.port)),

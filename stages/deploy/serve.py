@@ -21,12 +21,13 @@ from typing import Any
 from stages.artifacts import read_json
 from stages.deploy.fetch import fetch
 from stages.deploy.plan import installed_engine
-from stages.deploy.server import ServerError, acceptance, base_url, cause, chat, require_free_port, start, stop, wait_until_healthy
+from stages.deploy.server import acceptance, base_url, chat, require_free_port
 from stages.errors import DraftlineError
 from stages.pairing.identity import compute_identity
 from stages.pairing.lock import require_pair
 from stages.pairing.store import DIGEST_CACHE
 from stages.process import OUTPUTS, die_with_parent, refused_path
+from stages.servers import ServerError, cause, start, stop, wait_until_healthy
 
 PLAN = OUTPUTS / "deploy" / "plan.json"
 LOG = OUTPUTS / "deploy" / "serve" / "server.log"
@@ -96,7 +97,7 @@ def serve(plan: dict[str, Any], once: bool) -> None:
     for number in ENDING:
         signal.signal(number, _interrupt)
     print(f"starting the server at {url} (log: {LOG})", flush=True)
-    process = start(plan, LOG)
+    process = start(plan["argv"], plan["env"], LOG)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         wait_until_healthy(process, url, plan["startup_seconds"], LOG)

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import psutil
 
 from stages.artifacts import read_json
 from stages.errors import ArtifactError, DraftlineError
 from stages.hidden_states.format import Plan, estimate_bytes
 from stages.hidden_states.shards import PLAN_FILE
 
-SHARED_MEMORY = Path("/dev/shm")
-SPOOL_PREFIX = "draftline-spool-"
-
 
 class RoomError(DraftlineError):
     """The estimated dump does not fit."""
-
-
-@contextmanager
-def spool_directory(output: Path, shard_bytes: int) -> Iterator[Path]:
-    """An empty directory through which one shard's samples go from the engine to its shard file; removed at the end.
-
-    In memory where there is plenty of it (three times the largest shard: spool, samples and shard may be there at once),
-    else `output/work/spool`. A spool is locked while it is used, so that those of killed runs are recognised and removed
-    by the next one, whichever output it works for: they would hold memory for ever.
-    """
-    for leftover in SHARED_MEMORY.glob(f"{SPOOL_PREFIX}*"):
-        _remove_abandoned(leftover)
-    spool = output / "work" / "spool"
-    shutil.rmtree(spool, ignore_errors=True)
-    if SHARED_MEMORY.is_dir() and min(shutil.disk_usage(SHARED_MEMORY).free, psutil.virtual_memory().available) > 3 * shard_bytes:
-        with suppress(OSError):  # not writable: on disk then
-            spool = Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX, dir=SHARED_MEMORY))
-    spool.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(spool, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        spool.mkdir(exist_ok=True)  # another run may have taken it for an abandoned one before it was locked
-        yield spool
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(spool, ignore_errors=True)
-
-
-def _remove_abandoned(spool: Path) -> None:
-    """Remove a spool that no living process has locked."""
-    try:
-        descriptor = os.open(spool, os.O_RDONLY)
-    except OSError:
-        return  # someone else's, or gone by now
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(spool, ignore_errors=True)
-    except BlockingIOError:
-        return  # in use
-    finally:
-        os.close(descriptor)
 
 
 def check_room(output: Path, plan: Plan, tokens: int, spool_bytes: int, reserve: int, ignore: bool) -> None:

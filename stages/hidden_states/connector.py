@@ -15,8 +15,9 @@ A writer thread does the rest: checks that all values are finite, hands the samp
 slow sink pauses the engine and costs no memory. What cannot be written is marked as refused, so that nobody waits for
 it, and the engine's next step fails.
 
-`kv_connector_extra_config`: `sink`, `spool` (see `sinks.py`), `queue_samples` (samples that wait for the writer, 8).
-The handle of a finished request is `kv_transfer_params["hidden_states"] = {"key", "tokens", "location"}`.
+`kv_connector_extra_config` is a `ProducerConfig`. A request may name its run in `kv_transfer_params["hidden_states"]["run"]`;
+the keys of its samples start with it. The handle of a finished request is
+`kv_transfer_params["hidden_states"] = {"key", "tokens", "location"}`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
 
-from stages.hidden_states.sinks import open_sink
-from stages.hidden_states.writer import QUEUE_SAMPLES, Writer, copy_out, sample_key
+from stages.hidden_states.envelope import NOBODY, Origin, make_key
+from stages.hidden_states.producer import ProducerConfig, open_publisher
+from stages.hidden_states.writer import Writer, copy_out
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,9 +85,10 @@ class DraftlineHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: 
         if vllm_config.cache_config.enable_prefix_caching:
             raise ValueError("prefix caching must be off (--no-enable-prefix-caching): tokens found in the cache are not computed and have no states")
         self._group, self._block_size = hidden_group(kv_cache_config)
-        self._config: dict[str, Any] = dict(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._config = ProducerConfig.model_validate(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
         # Scheduler's half: prompts whose states are not complete yet; None once they are saved.
         self._prompts: dict[str, list[int] | None] = {}
+        self._keys: dict[str, str] = {}
         self._lengths: dict[str, int] = {}
         # Worker's half.
         self._cache: torch.Tensor | None = None
@@ -101,6 +104,7 @@ class DraftlineHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: 
             if new.prompt_token_ids is not None:
                 # A preempted request may come as a new one again; what was saved stays saved.
                 self._prompts.setdefault(new.req_id, list(new.prompt_token_ids))
+                self._keys.setdefault(new.req_id, make_key(_run(new.sampling_params), new.req_id))
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         saves = []
@@ -109,7 +113,7 @@ class DraftlineHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: 
             if prompt is None or computed[request] + scheduled < len(prompt):
                 continue
             blocks = scheduler_output.kv_connector_block_state.get_block_ids(request)[self._group]
-            saves.append(Save(sample_key(request), prompt, list(blocks[: -(-len(prompt) // self._block_size)])))
+            saves.append(Save(self._keys[request], prompt, list(blocks[: -(-len(prompt) // self._block_size)])))
             self._prompts[request] = None
             self._lengths[request] = len(prompt)
         return Saves(saves)
@@ -122,10 +126,11 @@ class DraftlineHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: 
 
     def _finished(self, request: str) -> tuple[bool, dict[str, Any] | None]:
         self._prompts.pop(request, None)
+        key = self._keys.pop(request, None)
         tokens = self._lengths.pop(request, None)
         if tokens is None:  # aborted before its prompt was complete
             return False, None
-        return False, {HANDLE: {"key": sample_key(request), "tokens": tokens, "location": self._config.get("spool")}}
+        return False, {HANDLE: {"key": key, "tokens": tokens, "location": self._config.transport.place}}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
@@ -153,7 +158,9 @@ class DraftlineHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: 
         if get_tensor_model_parallel_rank() == 0:
             self._cache = cache
             self._copy_stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None  # type: ignore[no-untyped-call]
-            self._writer = Writer(open_sink(self._config), int(self._config.get("queue_samples", QUEUE_SAMPLES)))
+            origin = Origin(verifier=self._config.verifier, layer_ids=_layer_ids(self._vllm_config), dtype=str(cache.dtype).removeprefix("torch."))
+            publisher = open_publisher(self._config, origin)
+            self._writer = Writer(publisher, self._config.queue_samples, tolerant=self._config.budget_bytes is not None)
 
     def wait_for_save(self) -> None:
         if self._writer is None or not self.has_connector_metadata():
@@ -178,6 +185,18 @@ class DraftlineHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: 
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _run(sampling_params: Any) -> str:
+    """The run that a request names; any client may have written it."""
+    asked = ((getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}).get(HANDLE)
+    run = asked.get("run") if isinstance(asked, dict) else None
+    return run if isinstance(run, str) else NOBODY
+
+
+def _layer_ids(vllm_config: VllmConfig) -> list[int]:
+    """The stored ids, in the order in which they are stacked."""
+    return list(vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
 
 
 def handle(kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -25,6 +25,19 @@ class SampleMismatch(DraftlineError):  # noqa: N818 - it says what is wrong, not
     """One sample's stored states are not those of the sample that was asked for; the other samples are not affected."""
 
 
+class UnusableSampleError(SampleMismatch):
+    """There are no states of this sample, and will be none: training goes on without it."""
+
+
+REJECTED_FRACTION = 0.01
+"""Samples that may be unusable; more mean that something is wrong with all of them."""
+
+
+def allowed_rejections(samples: int) -> int:
+    """How many of `samples` may be unusable: a hundredth, and one in any case."""
+    return max(1, int(REJECTED_FRACTION * samples))
+
+
 @dataclass
 class HiddenSample:
     """One sample as it leaves the engine or the disk.
@@ -104,8 +117,10 @@ class Plan:
         return cls(**{**value, "layer_ids": tuple(value["layer_ids"])})
 
 
-def plan_differences(existing: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """`field: existing value, wanted value` for every field in which two plans (as JSON) differ."""
+def plan_differences(existing: object, wanted: Mapping[str, Any]) -> list[str]:
+    """`field: existing value, wanted value` for every field in which two plans (as JSON) differ; `existing` comes from a disk."""
+    if not isinstance(existing, Mapping):
+        return [f"{type(existing).__name__} there, an object wanted"]
     absent = "absent"
     return [
         f"{name} {existing.get(name, absent)!r} there, {wanted.get(name, absent)!r} wanted"

@@ -10,6 +10,7 @@ depends on the call alone.
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,15 @@ from typing import Any
 
 from stages.environment import prepare_environment
 from stages.errors import DraftlineError
+from stages.hidden_states.envelope import TornError, plan_origin
 from stages.hidden_states.format import HiddenSample, Plan, refusal
-from stages.hidden_states.sinks import RefusedError, take
+from stages.hidden_states.producer import ProducerConfig
+from stages.hidden_states.receive import LateError, LostError, RefusedError, take
+from stages.hidden_states.transport import Transport, open_store
 
 MIN_BATCHED_TOKENS = 2048
+EXTRA_POSITIONS = 2
+"""One token is decoded after each prompt, and the cache-only layer wants one more position (its "draft" token)."""
 TAKE_SECONDS = 60.0
 """Longest wait for a sample that the engine has finished: the writer thread is at most a queue behind."""
 
@@ -39,15 +45,27 @@ class Refused:
     reason: str
 
 
-def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The arguments of vLLM's `EngineArgs` for one plan."""
-    # One token is decoded after each prompt, and the cache-only layer wants one more position (its "draft" token).
-    max_model_len = plan.max_seq_len + 2
+def engine_arguments(
+    model: Path,
+    dtype: str,
+    layer_ids: list[int],
+    max_model_len: int,
+    max_num_seqs: int,
+    producer: ProducerConfig,
+    kv_cache_bytes: int,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """The arguments of vLLM's `EngineArgs` for an extracting engine.
+
+    Args:
+        layer_ids: the stored ids, ascending.
+        producer: where the samples go.
+    """
     return {
         "model": str(model),
-        "dtype": plan.dtype,
+        "dtype": dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": plan.max_num_seqs,
+        "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_model_len),
         "kv_cache_memory_bytes": kv_cache_bytes,
         "seed": 0,
@@ -61,13 +79,13 @@ def engine_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, 
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(plan.stored_ids)}},
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
         },
         "kv_transfer_config": {
             "kv_connector": "DraftlineHiddenStatesConnector",
             "kv_connector_module_path": "stages.hidden_states.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"sink": "file", "spool": str(spool), "queue_samples": plan.max_num_seqs},
+            "kv_connector_extra_config": producer.model_dump(),
         },
     }
 
@@ -101,9 +119,14 @@ class Extractor:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._plan = plan
+        transport = Transport(spool=str(spool))
+        self._origin = plan_origin(plan)
         self._spool = spool
+        self._store = open_store(transport)
         try:
-            arguments = engine_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)
+            producer = ProducerConfig(transport=transport, verifier=plan.verifier, queue_samples=plan.max_num_seqs)
+            length = plan.max_seq_len + EXTRA_POSITIONS
+            arguments = engine_arguments(model, plan.dtype, list(plan.stored_ids), length, plan.max_num_seqs, producer, kv_cache_bytes, trust_remote_code)
             self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
             raise start_error(error, kv_cache_bytes) from error
@@ -124,12 +147,17 @@ class Extractor:
                 yield Refused(sample, "the engine returned no handle")
                 continue
             try:
-                tensors = take(self._spool, handle["key"], TAKE_SECONDS)
+                states, token_ids, _ = take(self._store, handle["key"], self._origin, TAKE_SECONDS)
             except RefusedError as error:
+                if error.number is not None:
+                    raise OSError(error.number, os.strerror(error.number), str(self._spool)) from error
                 yield Refused(sample, str(error))
                 continue
-            reason = refusal(sample, tensors["token_ids"], tensors["hidden_states"], tokens, self._plan)
-            yield HiddenSample(sample, tensors["token_ids"], tensors["hidden_states"]) if reason is None else Refused(sample, reason)
+            except (LateError, LostError, TornError) as error:
+                yield Refused(sample, str(error))
+                continue
+            reason = refusal(sample, token_ids, states, tokens, self._plan)
+            yield HiddenSample(sample, token_ids, states) if reason is None else Refused(sample, reason)
 
     def _prefill(self, samples: list[tuple[str, list[int]]], on_done: Callable[[int], object] | None) -> list[dict[str, Any] | None]:
         """Run the engine dry over `samples`; the handle of each."""

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from stages.artifacts import atomic_path, read_json, sha256_file, write_json
 from stages.errors import ArtifactError
 from stages.hidden_states.files import remove_leftovers, save_tensors
-from stages.hidden_states.format import HiddenSample, Plan, SampleMismatch, plan_differences
+from stages.hidden_states.format import HiddenSample, Plan, SampleMismatch, UnusableSampleError, plan_differences
 
 PLAN_FILE = "plan.json"
 FORMAT = 1
@@ -180,11 +180,12 @@ class Dump:
         Returns:
             States `[T, L+1, H]` that the caller owns.
         Raises:
-            SampleMismatch: the dump holds no such sample, or other tokens under its id.
+            UnusableSampleError: the dump holds no such sample.
+            SampleMismatch: other tokens under its id.
         """
         place = self._places.get(sample)
         if place is None:
-            raise SampleMismatch(f"{self.directory}: no hidden states of sample {sample} (it was rejected when they were extracted, or belongs to other data)")
+            raise UnusableSampleError(f"{self.directory}: no hidden states of sample {sample} (rejected when they were extracted, or of other data)")
         file, start, end = place
         with self._lock:
             shard = self._shard(file)

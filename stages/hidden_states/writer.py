@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from stages.artifacts import sha256_bytes
 from stages.hidden_states.format import all_finite
-from stages.hidden_states.sinks import Sink
+from stages.hidden_states.stores import StoreError
 
 QUEUE_SAMPLES = 8
 CLOSE_SECONDS = 60.0
 
 
-def sample_key(request_id: str) -> str:
-    """A name for files and stores: request ids come from clients and may hold anything. vLLM makes them unique per attempt."""
-    return sha256_bytes(request_id.encode("utf-8", "surrogatepass"))[:32]
+class Sink(Protocol):
+    """Where finished samples go (`Publisher`). Called from one writer thread; may block, which in the end pauses the engine."""
+
+    def put(self, key: str, states: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Publish a sample whole or not at all: states `[T, ids, H]` and token ids `[T]` int64, contiguous, on the CPU."""
+
+    def refuse(self, key: str, reason: str, number: int | None = None, again: bool = False) -> None:
+        """Publish that there will be no such sample. `number`: errno, where the system refused; `again`: another attempt can succeed."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
 
 
 def gather(cache: torch.Tensor, block_ids: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -65,8 +72,10 @@ def copy_out(cache: torch.Tensor, block_ids: list[int], tokens: int, stream: Any
 class Writer:
     """The writer thread and its bounded queue."""
 
-    def __init__(self, sink: Sink, queue_samples: int) -> None:
+    def __init__(self, sink: Sink, queue_samples: int, tolerant: bool = False) -> None:
+        """`tolerant`: a store that is full or away costs the sample, not the engine: whoever asked can ask again."""
         self._sink = sink
+        self._tolerant = tolerant
         self._queue: queue.Queue[tuple[str, torch.Tensor, list[int], Any] | None] = queue.Queue(maxsize=queue_samples)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="draftline-hidden-states", daemon=True)
@@ -97,10 +106,12 @@ class Writer:
                 if ready is not None:
                     ready.synchronize()
                 if all_finite(states):
-                    self._sink.put(key, {"hidden_states": states, "token_ids": torch.tensor(token_ids, dtype=torch.int64)})
+                    self._sink.put(key, states, torch.tensor(token_ids, dtype=torch.int64))
                 else:
                     self._sink.refuse(key, "hidden states that are not finite")
             except Exception as error:  # whatever it is, the thread goes on: the engine must not block on a queue that nobody empties
-                self._failure = error
+                passing = self._tolerant and isinstance(error, StoreError)
+                if not passing:
+                    self._failure = error
                 with contextlib.suppress(Exception):
-                    self._sink.refuse(key, f"could not be written: {error}", getattr(error, "errno", None))
+                    self._sink.refuse(key, f"could not be written: {error}", getattr(error, "number", None) or getattr(error, "errno", None), passing)

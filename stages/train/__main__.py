@@ -17,7 +17,7 @@ from stages.drafters.checkpoint import save_trained
 from stages.drafters.config import DrafterConfig
 from stages.drafters.model import Drafter
 from stages.errors import DraftlineError
-from stages.hidden_states.shards import Dump, open_dump
+from stages.hidden_states.source import States, open_states
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.store import verifier_directory
@@ -83,22 +83,29 @@ def round_parameters(drafter: Drafter, dtype: torch.dtype) -> None:
 def run(params: Params, output: Path) -> None:
     identity = read_identity()
     directory = verifier_directory(identity)
-    dump: Dump = open_dump(OUTPUTS / "extract" / "manifest.json", identity.digest)
-    config = drafter_config(params.drafter, identity, list(dump.plan.layer_ids[:-1]), read_json(directory / "config.json"))
+    samples = read_split(OUTPUTS / "prepare", "train")
+    held_out = read_split(OUTPUTS / "prepare", "validation")
+    tokens = {sample.id: sample.input_ids for sample in [*samples, *held_out]}
+    with open_states(OUTPUTS / "extract" / "manifest.json", identity.digest, directory, tokens, output) as states:
+        train_on(states, samples, held_out, identity, params, output)
+
+
+def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSample], identity: VerifierIdentity, params: Params, output: Path) -> None:
+    """Train on the hidden states of the two splits and write the finished drafter."""
+    directory = verifier_directory(identity)
+    config = drafter_config(params.drafter, identity, list(states.plan.layer_ids[:-1]), read_json(directory / "config.json"))
     dtype = DTYPES[params.train.precision]
     threads = set_threads(params.train.threads)
     frozen = load_frozen(directory, dtype)
-    samples = read_split(OUTPUTS / "prepare", "train")
     check_mask_token(samples, config.mask_token_id)
     draft_ids = choose_draft_vocabulary(samples, config.draft_vocab_size, config.vocab_size, identity.eos_token_ids) if config.reduced_vocabulary else None
-    data = TrainingSet(samples, dump, frozen, draft_ids, dtype)
-    held_out = read_split(OUTPUTS / "prepare", "validation")
-    validation = TrainingSet(held_out, dump, frozen, draft_ids, dtype) if held_out else None
+    data = TrainingSet(samples, states, frozen, draft_ids, dtype)
+    validation = TrainingSet(held_out, states, frozen, draft_ids, dtype) if held_out else None
     torch.manual_seed(params.train.seed)
     drafter = Drafter(config, frozen, draft_ids)
-    # Everything that the weights depend on; cadence of checkpoints and validations does not change them.
+    # Everything that the weights depend on; cadence of checkpoints and validations does not change them, nor how the states travel.
     settings = params.train.model_dump(exclude={"checkpoint_every", "validation_every", "validation_samples", "threads"})
-    depends = {"drafter": config.model_dump(), "train": settings, "plan": dump.plan.to_json(), "threads": threads, "torch": torch.__version__}
+    depends = {"drafter": config.model_dump(), "train": settings, "plan": states.plan.to_json(), "threads": threads, "torch": torch.__version__}
     work = output / "work" / digest_json(depends)[:16]
     knobs = {"drafter": params.drafter.model_dump(), "train": params.train.model_dump()}
     with tracked(params.mlflow, f"train {config.algorithm}", knobs, {"verifier": identity.digest, "drafter": config.algorithm}) as log:

@@ -1,4 +1,4 @@
-"""Training samples: tokens and masks from `prepare`, hidden states from the dump, packed into one step's batch."""
+"""Training samples: tokens and masks from `prepare`, hidden states from a dump or a stream, packed into one step's batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from stages.dataset import TokenSample
 from stages.drafters.model import Blocks, make_segments
 from stages.errors import DraftlineError
-from stages.hidden_states.shards import Dump
+from stages.hidden_states.format import UnusableSampleError
+from stages.hidden_states.source import States
 from stages.pairing.frozen import FrozenVerifier
 from stages.train.anchors import choose, generator
 from stages.train.losses import Targets, log_normalisers
@@ -40,26 +41,31 @@ def choose_draft_vocabulary(samples: Iterable[TokenSample], size: int, vocab_siz
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
+LOG_Z_TOKENS = 1 << 26
+"""Log-normalisers that are kept, tokens: 256 MiB. Those of further samples are made anew each time."""
+
+
 @dataclass
 class TrainingSet:
     """One split joined with its hidden states.
 
     Attributes:
-        samples: those with at least one anchor and intact hidden states.
-        log_z: per sample id, `[T]` log-normalisers of the verifier over all `V`, made on first use.
+        samples: those with at least one anchor.
+        log_z: per sample id, `[T]` log-normalisers of the verifier over all `V`, made on first use; at most `LOG_Z_TOKENS`.
     """
 
     samples: list[TokenSample]
-    dump: Dump
+    states: States
     frozen: FrozenVerifier
     draft_ids: Tensor | None
     dtype: torch.dtype
     log_z: dict[str, Tensor] = field(default_factory=dict)
+    log_z_tokens: int = 0
 
     def __post_init__(self) -> None:
-        present = set(self.dump.ids)
-        self.samples = [sample for sample in self.samples if sample.id in present and any(sample.loss_mask[1:])]
-        if not self.samples:
+        present = set(self.states.ids)
+        self.samples = [sample for sample in self.samples if any(sample.loss_mask[1:])]
+        if not any(sample.id in present for sample in self.samples):
             raise DraftlineError("outputs/extract: no sample of this split has hidden states and a supervised token; run dvc repro extract")
         vocab_size = len(self.frozen.embedding)
         self.head = self.frozen.lm_head if self.draft_ids is None else self.frozen.lm_head[self.draft_ids]
@@ -79,12 +85,15 @@ class TrainingSet:
         """
         if self.full_head is None:
             return None
-        if sample.id not in self.log_z:
-            rows = torch.from_numpy(np.flatnonzero(np.asarray(sample.loss_mask[1:], dtype=bool)))
-            out = torch.zeros(len(states))
-            out[rows] = log_normalisers(states[rows], self.full_head)
+        if sample.id in self.log_z:
+            return self.log_z[sample.id]
+        rows = torch.from_numpy(np.flatnonzero(np.asarray(sample.loss_mask[1:], dtype=bool)))
+        out = torch.zeros(len(states))
+        out[rows] = log_normalisers(states[rows], self.full_head)
+        if self.log_z_tokens + len(out) <= LOG_Z_TOKENS:
             self.log_z[sample.id] = out
-        return self.log_z[sample.id]
+            self.log_z_tokens += len(out)
+        return out
 
 
 @dataclass(frozen=True)
@@ -107,15 +116,21 @@ def slot_weights(draft_tokens: int, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(draft_tokens, dtype=torch.float64) / gamma).float()
 
 
-def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int, draft_tokens: int, gamma: float, key: tuple[object, ...]) -> Batch:
-    """Pack samples `indices`; `key` seeds the anchors of each together with its id."""
+def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int, draft_tokens: int, gamma: float, key: tuple[object, ...]) -> Batch | None:
+    """Pack samples `indices`; `key` seeds the anchors of each together with its id.
+
+    Samples without usable hidden states are left out; None if there are no others.
+    """
     contexts, context_positions, anchor_tokens, previous, lengths, all_anchors = [], [], [], [], [], []
     slots, states, normalisers, rows, labels = [], [], [], [], []
     row_offset = 0
     steps = torch.arange(draft_tokens)
     for index in indices:
         sample = data.samples[index]
-        hidden = data.dump.read(sample.id, sample.input_ids).hidden_states
+        try:
+            hidden = data.states.read(sample.id, sample.input_ids).hidden_states
+        except UnusableSampleError:
+            continue
         tokens = torch.tensor(sample.input_ids)
         anchors, counts = _anchors(sample, anchors_per_sequence, draft_tokens, key)
         last = int(anchors[-1])
@@ -137,6 +152,8 @@ def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int,
         rows.append(inverse + row_offset)
         row_offset += len(used)
         labels.append(data.draft_index[tokens[predicting[counted] + 1]])
+    if not slots:
+        return None
     counted = torch.cat(slots)
     weights = slot_weights(draft_tokens, gamma).expand(counted.shape)[counted]
     return Batch(

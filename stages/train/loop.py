@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from tqdm import tqdm
 
 from stages.drafters.model import Drafter
 from stages.errors import DraftlineError
+from stages.hidden_states.source import expect, step_made, stream_metrics
+from stages.hidden_states.stream import StreamError
 from stages.params import Train
 from stages.train import state
 from stages.train.data import TrainingSet, make_batch, sample_order
@@ -65,13 +69,24 @@ def require_finite(made: list[Progress], params: Train, drafter: Drafter | None 
         raise DraftlineError(f"params.yaml: train.learning_rate = {params.learning_rate}: training diverged, {what}; lower it")
 
 
+def reading_order(data: TrainingSet, validation: TrainingSet | None, params: Train, order: list[list[int]], start: int) -> Iterator[str]:
+    """Ids of the samples that a run from step `start` on reads, the final check's included, in order."""
+    checked = [sample.id for sample in validation.samples[: params.validation_samples]] if validation is not None else []
+    for step in range(start, params.steps):
+        yield from (data.samples[index].id for index in order[step])
+        if (step + 1) % params.validation_every == 0 and step + 1 < params.steps:
+            yield from checked
+    yield from checked
+
+
 def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
     """Train `drafter` in place from the newest checkpoint in `work` (or from its initial weights) to the last step.
 
     Returns:
-        The steps made by this call.
+        The steps made by this call (one without a usable sample is none).
     Raises:
         DraftlineError: the training has diverged.
+        StreamError: the hidden states have ended; the state after the last finished step is saved.
     """
     dtype = DTYPES[params.precision]
     k = drafter.config.draft_tokens
@@ -79,39 +94,55 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
     work.mkdir(parents=True, exist_ok=True)
     start = state.restore(work, drafter, optimizers)
     order = sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
+    expect(data.states, reading_order(data, validation, params, order, start))
     made: list[Progress] = []
+    done = start
     drafter.train()
-    with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0) as bar:
-        for step in range(start, params.steps):
-            rate = learning_rate(step, params)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = rate
-            batch = make_batch(data, order[step], params.anchors_per_sequence, k, params.decay_gamma, ("train", params.seed, step))
-            out = objective(drafter, data.head, batch, params.loss, dtype)
-            drafter.zero_grad(set_to_none=True)
-            out.loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.grad_clip)
-            for optimizer in optimizers:
-                optimizer.step()
-            made.append(Progress(step, out.loss.item(), rate))
-            bar.update()
-            done = step + 1
-            if done % LOG_EVERY == 0 or done == params.steps:
+    try:
+        with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0) as bar:
+            for step in range(start, params.steps):
+                rate = learning_rate(step, params)
+                for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                    group["lr"] = rate
+                batch = make_batch(data, order[step], params.anchors_per_sequence, k, params.decay_gamma, ("train", params.seed, step))
+                if batch is not None:
+                    began = time.monotonic()
+                    out = objective(drafter, data.head, batch, params.loss, dtype)
+                    drafter.zero_grad(set_to_none=True)
+                    out.loss.backward()  # type: ignore[no-untyped-call]
+                    torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.grad_clip)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    made.append(Progress(step, out.loss.item(), rate))
+                bar.update()
+                done = step + 1
+                if batch is not None:
+                    step_made(data.states, time.monotonic() - began)
                 recent = made[-LOG_EVERY:]
-                require_finite(recent, params)
-                values = {"loss": sum(p.loss for p in recent) / len(recent), "learning_rate": rate, "slots": float(len(batch.positions))}
-                elapsed = bar.format_dict["elapsed"]
-                if elapsed:
-                    values["steps_per_second"] = (done - start) / elapsed
-                bar.set_postfix(loss=f"{values['loss']:.3f}")
-                log(values, done)
-            if validation is not None and done % params.validation_every == 0 and done < params.steps:
-                log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
-                drafter.train()
-            if done % params.checkpoint_every == 0 or done == params.steps:
-                require_finite(made[-LOG_EVERY:], params, drafter)
-            if done % params.checkpoint_every == 0 and done < params.steps:
-                state.save(work, done, drafter, optimizers)
+                if recent and (done % LOG_EVERY == 0 or done == params.steps):
+                    require_finite(recent, params)
+                    values = {"loss": sum(p.loss for p in recent) / len(recent), "learning_rate": rate} | stream_metrics(data.states)
+                    if batch is not None:
+                        values["slots"] = float(len(batch.positions))
+                    elapsed = bar.format_dict["elapsed"]
+                    if elapsed:
+                        values["steps_per_second"] = (done - start) / elapsed
+                    bar.set_postfix(loss=f"{values['loss']:.3f}")
+                    log(values, done)
+                if validation is not None and done % params.validation_every == 0 and done < params.steps:
+                    log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
+                    drafter.train()
+                if done % params.checkpoint_every == 0 or done == params.steps:
+                    if recent:
+                        require_finite(recent, params, drafter)
+                    # The last one too: what follows may still wait for hidden states.
+                    state.save(work, done, drafter, optimizers)
+    except StreamError as error:
+        if done > start:
+            require_finite(made[-LOG_EVERY:], params, drafter)
+            state.save(work, done, drafter, optimizers)
+        kept = f"the checkpoint of step {done} is kept, run again to go on from there" if done else "no step is made yet, run again to begin"
+        raise StreamError(f"{error}; {kept}") from error
     drafter.eval()
     return made
 

@@ -67,7 +67,7 @@ def validate(
 
     Returns:
         loss; acceptance_<k> = mean 1 − TV at position k; acceptance_length = mean of 1 + Σ_k Π_{i≤k}(1 − TV_i)
-        over blocks; confidence_error (ECE) and confidence_bias where there is a confidence head.
+        over blocks; confidence_error (ECE) and confidence_bias where there is a confidence head. Empty if no sample is usable.
     """
     k = drafter.config.draft_tokens
     totals, counts = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
@@ -75,6 +75,8 @@ def validate(
     predicted, survived = [], []
     for index in range(min(limit, len(data))):
         batch = make_batch(data, [index], anchors, k, gamma, ("validation", seed))
+        if batch is None:
+            continue
         out = objective(drafter, data.head, batch, weights, dtype)
         losses.append(out.loss.item())
         rate = (1.0 - 0.5 * out.l1).clamp(0.0, 1.0)
@@ -87,6 +89,8 @@ def validate(
         if out.confidence is not None:
             predicted.append(torch.sigmoid(out.confidence))
             survived.append(rate.float())
+    if not losses:
+        return {}
     metrics = {"loss": math.fsum(losses) / len(losses), "acceptance_length": lengths / blocks}
     metrics |= {f"acceptance_{i + 1}": (totals[i] / counts[i]).item() for i in range(k) if counts[i] > 0}
     if predicted:

@@ -16,11 +16,11 @@ from stages.artifacts import read_json, write_json
 from stages.dataset import read_split
 from stages.extract.__main__ import dump, run
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import ExtractionError, Refused, engine_arguments
+from stages.hidden_states.launch import ExtractionError, Refused
 from stages.hidden_states.shards import ShardWriter, open_dump
 from stages.params import Params, StageParams, parse_params, read_params
 from tests.extract.workspace import extract, last_line, make_workspace, start, token_sample
-from tests.hidden_states.samples import make_plan
+from tests.hidden_states.samples import make_arguments, make_plan
 
 SHARD = 1
 """Samples per shard: many small shards, so that a kill falls between two of them."""
@@ -52,7 +52,7 @@ def test_the_engine_may_run_the_model_s_code_where_the_user_lets_it(
     tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
     def start(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> None:
-        raise StartedError(engine_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)["trust_remote_code"])
+        raise StartedError(make_arguments(plan, model, spool, kv_cache_bytes, trust_remote_code)["trust_remote_code"])
 
     make_workspace(tmp_path, tiny_verifier, 4)
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from stages.environment import prepare_environment
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import ExtractionError, Extractor, engine_arguments
+from stages.hidden_states.launch import ExtractionError, Extractor
+from stages.hidden_states.stores import FileStore
+from tests.hidden_states.samples import make_arguments
 from tests.paths import REPOSITORY
 
 Batch = list[tuple[str, list[int]]]
@@ -43,7 +45,7 @@ def run_engine(folder: Path, plan: Plan, model: Path, batches: list[Batch], kv_c
     command = [sys.executable, "-m", "tests.hidden_states.engine_run", str(job), str(out)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert not any(spool.iterdir()), "the spool is empty once every sample was taken"
+    assert not FileStore(spool).held(), "the spool is empty once every sample was taken"
     tensors = load_file(out)
     extracted = [
         {sample: HiddenSample(sample, tensors[f"{index}/{sample}/token_ids"], tensors[f"{index}/{sample}/hidden_states"]) for sample, _ in batch}
@@ -71,7 +73,7 @@ def main(job_path: str, out: str) -> None:
     job = json.loads(Path(job_path).read_text())
     plan, model, spool = Plan.from_json(job["plan"]), Path(job["model"]), Path(job["spool"])
     prepare_environment(str(model))
-    errors = {"prefix_caching": refuse_prefix_caching(engine_arguments(plan, model, spool, job["kv_cache_bytes"]))}
+    errors = {"prefix_caching": refuse_prefix_caching(make_arguments(plan, model, spool, job["kv_cache_bytes"]))}
     tensors: dict[str, torch.Tensor] = {}
     with Extractor(plan, model, spool, job["kv_cache_bytes"]) as extractor:
         for index, batch in enumerate(job["batches"]):

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
+from stages.hidden_states.envelope import Origin
 from stages.hidden_states.format import HiddenSample, Plan
+from stages.hidden_states.launch import EXTRA_POSITIONS, engine_arguments
+from stages.hidden_states.producer import ProducerConfig
+from stages.hidden_states.publisher import Limits, Publisher
 from stages.hidden_states.shards import ShardWriter
+from stages.hidden_states.stores import Store
+from stages.hidden_states.transport import Transport
 
 
 def make_plan(lengths: Sequence[int], **changed: Any) -> Plan:
@@ -49,3 +55,21 @@ def write_shards(directory: Path, plan: Plan, samples: list[HiddenSample], shard
     for index in range(plan.shards if shards is None else shards):
         writer.write(index, [samples[position] for position in plan.shard_range(index)])
     return writer
+
+
+def make_arguments(plan: Plan, model: Path, spool: Path, kv_cache_bytes: int, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The arguments of an engine that extracts by `plan` into `spool`."""
+    producer = ProducerConfig(transport=Transport(spool=str(spool)), verifier=plan.verifier)
+    return engine_arguments(
+        model, plan.dtype, list(plan.stored_ids), plan.max_seq_len + EXTRA_POSITIONS, plan.max_num_seqs, producer, kv_cache_bytes, trust_remote_code
+    )
+
+
+def make_origin(dtype: str = "float32", **changed: Any) -> Origin:
+    """What samples of two layers of verifier vvv… say of themselves."""
+    return Origin(**({"verifier": "v" * 64, "layer_ids": [1, 6], "dtype": dtype} | changed))
+
+
+def make_publisher(store: Store, origin: Origin | None = None, **limits: Any) -> Publisher:
+    """A producer's end of `store`, without a limit unless one is given."""
+    return Publisher(store, origin or make_origin(), Limits(**limits))

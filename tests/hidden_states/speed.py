@@ -17,8 +17,9 @@ from typing import Any
 
 from stages.environment import prepare_environment
 from stages.hidden_states.format import HiddenSample, Plan
-from stages.hidden_states.launch import Extractor, engine_arguments
+from stages.hidden_states.launch import Extractor
 from stages.hidden_states.shards import ShardWriter
+from tests.hidden_states.samples import make_arguments
 
 KV_CACHE_BYTES = 1 << 30
 MARK = "answer: "
@@ -30,7 +31,7 @@ def plain(plan: Plan, model: Path, samples: list[tuple[str, list[int]]], folder:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = engine_arguments(plan, model, folder, KV_CACHE_BYTES)
+    arguments = make_arguments(plan, model, folder, KV_CACHE_BYTES)
     del arguments["speculative_config"], arguments["kv_transfer_config"]
     engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
     parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -169,19 +166,6 @@ def test_rejected_samples_are_named_in_the_manifest_and_cannot_be_read(tmp_path:
     dump = open_dump(tmp_path / "manifest.json", VERIFIER)
     assert "sample-0" not in dump
     assert torch.equal(dump.read("sample-1", None).hidden_states, samples[1].hidden_states)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine does not let its root mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_leaves_no_readable_half_sample(small_disk: Path) -> None:

@@ -36,7 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "evaluation_fraction": 0.3,
         "regeneration": {"max_tokens": 32},
     },
-    "extraction": {"layer_ids": [2, 4, 6], "dtype": "float32", "samples_per_shard": 4, "disk_reserve_bytes": 0},
+    "extraction": {"mode": "offline", "layer_ids": [2, 4, 6], "dtype": "float32", "samples_per_shard": 4, "disk_reserve_bytes": 0},
     "drafter": {"algorithm": "dspark", "block_size": 5, "num_layers": 1, "draft_vocab_size": 256, "mask_token_id": MASK_TOKEN_ID, "markov_rank": 16},
     "train": {"steps": 40, "sequences_per_step": 2, "anchors_per_sequence": 8, "learning_rate": 1.0e-3, "checkpoint_every": 5, "threads": 1},
     "convert": {},

@@ -118,6 +118,19 @@ class TestTheGraph:
         assert read_json(clone.root / "outputs" / "register" / "version.json")["version"] == 1
         assert len(versions(clone)) == 2
 
+    def test_params_alone_switch_between_dump_and_stream(self, undisturbed: Whole) -> None:
+        """The graph keeps its shape: extraction leaves its plan, training streams by it, and the dump is still there for the way back."""
+        clone = undisturbed.clone
+        for mode in ("online", "hybrid"):
+            clone.set("extraction", mode=mode)
+            run = clone.repro("train")
+            # With a target DVC starts the two roots in either order.
+            assert (run.status, sorted(run.ran)) == (0, ["extract", "inputs", "train", "verifier"]), run.output[-4000:]
+            assert read_json(clone.root / "outputs" / "extract" / "manifest.json")["extraction"]["mode"] == mode
+            assert clone.exists("outputs/train/cache/*.data") == (mode == "hybrid")
+        clone.set("extraction", mode="offline")
+        assert sorted(clone.repro("train").ran) == ["inputs", "verifier"], "DVC's cache has what the dump gave"
+
 
 def test_kills_at_every_boundary_and_inside_extract_and_train_change_no_byte(undisturbed: Whole, verifier: Path, tmp_path: Path) -> None:
     assert undisturbed.run.status == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ import torch
 from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
 from stages.errors import DraftlineError
+from stages.hidden_states.stream import StreamError
 from stages.params import Train
 from stages.train import loop, state
 from stages.train.data import TrainingSet, choose_draft_vocabulary, sample_order
@@ -48,6 +50,22 @@ def settings(**changes: Any) -> Train:
 
 def same(a: Drafter, b: Drafter) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(("steps", "said"), [(0, "why; no step is made yet, run again to begin"), (3, "why; the checkpoint of step 3 is kept, run again")])
+def test_a_stream_that_ends_says_what_is_kept(steps: int, said: str, tiny_verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, data = build(tiny_verifier, 5)
+    original, read = data.states.read, itertools.count()
+
+    def ends(*args: Any) -> Any:
+        if next(read) == 2 * steps:
+            raise StreamError("why")
+        return original(*args)
+
+    monkeypatch.setattr(data.states, "read", ends)
+    with pytest.raises(StreamError, match=f"^{said}"):
+        loop.train(drafter, data, None, settings(), tmp_path / "work", quiet)
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ([f"step-{steps:08d}.pt"] if steps else [])
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
@@ -208,7 +226,7 @@ def test_overfitting_one_sample_drafts_nearly_the_whole_block(changes: dict[str,
     loop.train(model, data, None, params, tmp_path, quiet)
     sample = data.samples[0]
     tokens = torch.tensor(sample.input_ids)
-    states = data.dump.read(sample.id, sample.input_ids).hidden_states[:, :-1].flatten(1)
+    states = data.states.read(sample.id, sample.input_ids).hidden_states[:, :-1].flatten(1)
     k = model.config.draft_tokens
     anchors = torch.arange(sample.prompt_length - 1, len(tokens) - 1 - k)
     drafts = greedy_drafts(model, states, tokens[anchors], anchors).tokens

@@ -34,13 +34,18 @@ def problem(seed: int, slots: int, rows: int, vocab: int, draft: int, agree: boo
     return inputs, head, Targets(states, log_z, row, labels, weights / weights.sum())
 
 
+def distributions(inputs: dict[str, Tensor], head: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """The drafter's and the verifier's, q and p `[N, D]`, by the formula."""
+    q = torch.softmax(inputs["hidden"] @ head.T + inputs["features"] @ inputs["w2"].T, dim=-1)
+    logits = targets.states @ head.T
+    p = torch.softmax(logits, -1) if targets.log_normaliser is None else torch.exp(logits - targets.log_normaliser[:, None])
+    return q, p[targets.rows]
+
+
 def reference(inputs: dict[str, Tensor], head: Tensor, targets: Targets, ce: float, tv: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The formula, spelled out with autograd."""
     x = {name: value.clone().requires_grad_() for name, value in inputs.items()}
-    q = torch.softmax(x["hidden"] @ head.T + x["features"] @ x["w2"].T, dim=-1)
-    logits = targets.states @ head.T
-    p = torch.softmax(logits, -1) if targets.log_normaliser is None else torch.exp(logits - targets.log_normaliser[:, None])
-    p = p[targets.rows]
+    q, p = distributions(x, head, targets)
     l1 = (q - p).abs().sum(-1) + (1 - p.sum(-1)).clamp(min=0)
     known = targets.labels >= 0
     picked = q[torch.arange(len(q)), targets.labels.clamp(min=0)]
@@ -63,8 +68,8 @@ def ours(inputs: dict[str, Tensor], head: Tensor, targets: Targets, dtype: torch
     return loss.detach(), l1, {name: value.grad / 2 for name, value in x.items() if value.grad is not None}
 
 
-def close(a: Tensor, b: Tensor, tolerance: float) -> None:
-    assert (a.double() - b.double()).norm() <= tolerance * b.double().norm() + 1e-12
+def close(a: Tensor, b: Tensor, tolerance: float, slack: float = 1e-12) -> None:
+    assert (a.double() - b.double()).norm() <= tolerance * b.double().norm() + slack
 
 
 @settings(max_examples=25, deadline=None)
@@ -73,12 +78,16 @@ def test_matches_fp64_autograd_in_fp32(seed: int, slots: int, rows: int, reduced
     inputs, head, targets = problem(seed, slots, rows, 67, 41 if reduced else 67, agree, missing)
     loss, l1, gradients = ours(inputs, head, targets, torch.float32, 0.1, 0.9)
     expected_loss, expected_l1, expected = reference(inputs, head, targets, 0.1, 0.9)
-    close(loss, expected_loss, 1e-5)
-    # Near agreement a term q − p below fp32's resolution may take either sign, each worth its own q.
+    noise = 10 * torch.finfo(torch.float32).eps
+    close(loss, expected_loss, 1e-5, noise)
     tolerance = 1e-2 if agree else 1e-5
-    close(l1, expected_l1, 1e-2 if agree else 1e-5)
+    close(l1, expected_l1, tolerance)
+    q, p = distributions(inputs, head, targets)
+    # A term q − p below fp32's resolution may take either sign; that turns the logits' gradient by at most 4 q.
+    undecided = (torch.where((q - p).abs() < 1e-5 * q, q, 0.0).sum(-1) * targets.weights).sum()
+    largest = max(matrix.norm() for matrix in (head, inputs["w2"], inputs["features"]))
     for name, gradient in gradients.items():
-        close(gradient, expected[name], tolerance)
+        close(gradient, expected[name], tolerance, float((4 * undecided + noise) * largest))
 
 
 def test_bf16_products_stay_within_one_percent() -> None:
