@@ -54,7 +54,7 @@ def batch(data: TrainingSet, indices: list[int]) -> dict[str, torch.Tensor]:
     hidden, last, ids, masks, documents, positions = [], [], [], [], [], []
     for document, index in enumerate(indices):
         sample = data.samples[index]
-        states = data.dump.read(sample.id, sample.input_ids).hidden_states.to(torch.bfloat16)
+        states = data.states.read(sample.id, sample.input_ids).hidden_states.to(torch.bfloat16)
         hidden.append(states[:, :-1].flatten(1))
         last.append(states[:, -1])
         ids.append(torch.tensor(sample.input_ids))
