@@ -118,7 +118,7 @@ class Extraction(Section):
     rdma_devices: str = Field("", description="RDMA devices, comma separated; empty: Mooncake chooses.")
     budget_bytes: int = Field(1 << 28, ge=1 << 16, description="Unread samples that a producer may hold, bytes; at the budget it pauses.")
     ttl_seconds: float = Field(120.0, gt=0.0, description="A sample unread for so long may be removed when space is needed, seconds.")
-    ahead_samples: int = Field(32, ge=1, le=4096, description="Samples that training asks for ahead of need (fewer where budget_bytes holds fewer).")
+    ahead_samples: int = Field(128, ge=1, le=4096, description="Samples that training asks for ahead of need (fewer where budget_bytes holds fewer).")
     timeout_seconds: float = Field(20.0, ge=1.0, le=3600.0, description="Longest wait for one sample, seconds; training gives up after 1.5 times that and 5 s.")
     startup_seconds: int = Field(300, ge=10, description="Longest wait for an extracting server that training starts, seconds.")
     cache_bytes: int = Field(1 << 30, ge=0, description="Samples that mode hybrid keeps on disk, bytes.")
