@@ -75,8 +75,7 @@ class SampleCache:
                 self._kept.discard(key)
             return None
         states, stored = found
-        slots = self.plan.slots
-        return HiddenSample(sample, stored, states if slots == list(range(len(slots))) else states[:, slots])
+        return HiddenSample(sample, stored, self.plan.tapped(states))
 
     def _read(self, key: str) -> tuple[Tensor, Tensor] | None:
         try:

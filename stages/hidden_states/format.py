@@ -95,6 +95,11 @@ class Plan:
         """For each of `layer_ids`, its place among the stored ids."""
         return [self.stored_ids.index(layer) for layer in self.layer_ids]
 
+    def tapped(self, states: torch.Tensor) -> torch.Tensor:
+        """`[T, L+1, H]`, in the order of `layer_ids`, of stored states `[T, stored ids, H]`; `states` itself where the two are the same."""
+        slots = self.slots
+        return states if slots == list(range(len(slots))) else states[:, slots]
+
     @property
     def token_bytes(self) -> int:
         """Stored bytes of one token's states."""

@@ -198,9 +198,8 @@ class Dump:
             if token_ids.tolist() != expected_token_ids:
                 raise SampleMismatch(f"{self.directory / file}: sample {sample} was extracted from other tokens than the data set's")
         # The copy is what reads the disk; it happens outside the lock and leaves no view of the mapping behind.
-        slots = self.plan.slots
-        owned = states.clone() if slots == list(range(len(slots))) else states[:, slots]
-        return HiddenSample(sample, token_ids, owned)
+        tapped = self.plan.tapped(states)
+        return HiddenSample(sample, token_ids, states.clone() if tapped is states else tapped)
 
     def _shard(self, file: str) -> Any:
         handle = self._open.get(file)

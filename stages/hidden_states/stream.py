@@ -300,8 +300,7 @@ class Stream:
         reason = refusal(sample, token_ids, states, tokens, self.plan)
         if reason is not None:
             raise TornError(reason)
-        slots = self.plan.slots
-        return HiddenSample(sample, token_ids, states if slots == list(range(len(slots))) else states[:, slots])
+        return HiddenSample(sample, token_ids, self.plan.tapped(states))
 
     def _done(self, sample: HiddenSample) -> HiddenSample:
         with self._lock:
