@@ -37,6 +37,7 @@ from stages.hidden_states.format import HiddenSample, Plan, UnusableSampleError,
 from stages.hidden_states.publisher import usable_bytes
 from stages.hidden_states.receive import LateError, LostError, RefusedError, take
 from stages.hidden_states.stores import Store, StoreError
+from stages.hidden_states.threads import stay_aside
 
 ATTEMPTS = 3
 GRACE_SECONDS = 5.0
@@ -96,8 +97,9 @@ class Ledger:
 
     def __str__(self) -> str:
         return (
-            f"{self.promised} promised, {self.acknowledged} acknowledged, {self.refused} refused, {self.torn} torn, {self.lost} lost, {self.late} late; "
-            f"{self.retries} retries, {self.evictions} evictions, {self.cached} read from the cache, {len(self.skipped)} samples left out"
+            f"{self.promised} promised, {self.acknowledged} acknowledged, {self.refused} refused, {self.torn} torn, {self.lost} lost, {self.late} late, "
+            f"{len(self.open)} not settled; {self.retries} retries, {self.evictions} evictions, {self.cached} read from the cache, "
+            f"{len(self.skipped)} samples left out"
         )
 
 
@@ -139,7 +141,7 @@ class Stream:
         self._tokens = tokens
         self._store, self._engines, self._pace, self._ended, self._cache = store, engines, pace, ended, cache
         self._origin = plan_origin(plan)
-        self._pool = ThreadPoolExecutor(max_workers=pace.requests, thread_name_prefix="draftline-stream")
+        self._pool = ThreadPoolExecutor(max_workers=pace.requests, thread_name_prefix="draftline-stream", initializer=stay_aside)
         self._ahead: deque[str] = deque()
         self._jobs: deque[_Job] = deque()
         self._closing = threading.Event()

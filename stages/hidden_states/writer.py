@@ -11,6 +11,7 @@ import torch
 
 from stages.hidden_states.format import all_finite
 from stages.hidden_states.stores import StoreError
+from stages.hidden_states.threads import leave_core, stay_aside
 
 QUEUE_SAMPLES = 8
 CLOSE_SECONDS = 60.0
@@ -100,6 +101,8 @@ class Writer:
         self._sink.close()
 
     def _run(self) -> None:
+        stay_aside()
+        leave_core()
         while (job := self._queue.get()) is not None:
             key, states, token_ids, ready = job
             try:

@@ -44,6 +44,8 @@ pytestmark = pytest.mark.benchmark
 ROUNDS = 5
 BUDGET = 1 << 28
 REQUESTS = 16
+SPIN_SECONDS = 2.0
+"""A vLLM worker looks for its next message without a pause for a second; nothing is timed while another server's does."""
 
 
 @contextmanager
@@ -108,7 +110,12 @@ def test_streaming_reaches_nine_tenths_of_plain_prefill(kind: str, real_verifier
         extracting = stack.enter_context(server(real_verifier, plan, producer, tmp_path, extracting=True))
         prefill(plain, samples)
         stream(extracting, samples, plan, transport)
-        pairs = [(prefill(plain, samples), stream(extracting, samples, plan, transport)) for _ in range(ROUNDS)]
+        pairs = []
+        for _ in range(ROUNDS):
+            time.sleep(SPIN_SECONDS)
+            without = prefill(plain, samples)
+            time.sleep(SPIN_SECONDS)
+            pairs.append((without, stream(extracting, samples, plan, transport)))
     ratios = sorted(without / with_it for without, with_it in pairs)
     speeds = [sum(lengths) / statistics.median(seconds) for seconds in zip(*pairs, strict=True)]
     print(f"\n{kind}: plain prefill {speeds[0]:.0f} tokens/s, streamed {speeds[1]:.0f}; ratios {' '.join(f'{ratio:.3f}' for ratio in ratios)}")
@@ -188,8 +195,9 @@ def test_a_streamed_run_takes_at_most_a_tenth_longer_than_dump_and_train(mode: s
             print(f"\n{kind}: extract {first:.0f} s, train {second:.0f} s, written by their processes {sum(watch.written.values()) / 1e6:.1f} MB")
             if kind != "offline":
                 digests.add(sha256_file(folder / "outputs" / "train" / "drafter" / "model.safetensors"))
-                third = len(watch.memory) // 3
-                early, late = max(watch.memory[third : 2 * third]), max(watch.memory[2 * third :])
+                # Half a run goes by until the allocator has its fill: samples differ in length. Offline it is the same.
+                half = len(watch.memory) // 2
+                early, late = max(watch.memory[half : half + half // 2]), max(watch.memory[half + half // 2 :])
                 print(f"transport: at most {max(watch.transport) / 1e6:.1f} MB of {BUDGET / 1e6:.1f}; trainer: {early / 1e6:.0f} MB, later {late / 1e6:.0f}")
                 assert max(watch.transport) <= BUDGET
                 assert late <= 1.05 * early
