@@ -40,7 +40,7 @@ ifndef HF_HUB_OFFLINE
 export HF_HUB_OFFLINE := $(if $(shell grep -E '^ *source: *.?hf:' params.yaml),0,1)
 endif
 
-.PHONY: help setup demo serve test test-fast bench schema clean
+.PHONY: help setup demo serve up down test test-fast bench schema clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,12 @@ demo: setup  ## From the verifier to a registered drafter, then the table of res
 
 serve: setup  ## Start the registered drafter with its verifier, ask it something, keep serving
 	@exec python -m stages.deploy.serve
+
+up: setup  ## Start MLflow, Prefect and a worker on 127.0.0.1, and deploy the flows
+	@python -m flows.local up
+
+down: setup  ## End what `make up` has started
+	@python -m flows.local down
 
 test: $(VENV)/.dev  ## Every check: style, types, all tests, the real engine's included
 	ruff check .

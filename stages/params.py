@@ -10,11 +10,7 @@ without listing would change results without re-running anything.
 
 from __future__ import annotations
 
-import argparse
-import io
-import json
 import re
-import sys
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +18,11 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from ruamel.yaml import YAML
 
-from stages.artifacts import write_atomic
 from stages.errors import ParamsError
-from stages.params_file import describe, lay_over, load_yaml, plain_yaml
+from stages.params_file import describe, load_yaml
 
-PARAMS_FILE = Path("params.yaml")
+PARAMS_FILE: Path = Path("params.yaml")
 TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
 
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -272,6 +266,13 @@ class Deploy(Section):
     startup_seconds: int = Field(300, ge=10, description="Longest wait for the server's health.")
 
 
+class Promotion(Section):
+    """When a candidate becomes the champion, which is what is served."""
+
+    min_ratio: float = Field(1.0, ge=0.0, description="Acceptance length that a candidate needs, as a share of the champion's.")
+    approval: Literal["automatic", "manual"] = Field("automatic", description="manual: a person resumes the waiting promotion in Prefect.")
+
+
 class Params(Section):
     """The whole of params.yaml."""
 
@@ -286,6 +287,7 @@ class Params(Section):
     evaluate: Evaluate = Field(default_factory=Evaluate)
     mlflow: Mlflow = Field(default_factory=Mlflow)
     deploy: Deploy = Field(default_factory=Deploy)
+    promotion: Promotion = Field(default_factory=Promotion)
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Params:
@@ -353,46 +355,7 @@ def parse_params(data: object, path: Path = PARAMS_FILE) -> Params:
         raise ParamsError(describe(error, path)) from None
 
 
-def use_profile(profile: Path, path: Path = PARAMS_FILE) -> Params:
-    """Lay the keys of `profile` over `path` and write the result, comments kept; nothing is written unless it is valid."""
-    read_params(path)
-    over = load_yaml(profile, "no such profile")
-    if not isinstance(over, dict):
-        raise ParamsError(f"{profile}: expected a mapping of sections, found {type(over).__name__}")
-    writer = YAML()
-    writer.width = 1000
-    writer.indent(mapping=2, sequence=4, offset=2)
-    merged = writer.load(path.read_text(encoding="utf-8"))
-    lay_over(merged, over)
-    stream = io.StringIO()
-    writer.dump(merged, stream)
-    params = parse_params(plain_yaml().load(stream.getvalue()), profile)
-    write_atomic(path, stream.getvalue())
-    return params
-
-
-def json_schema() -> str:
-    """JSON schema of params.yaml, for editors."""
-    return json.dumps(Params.model_json_schema(), indent=2) + "\n"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stages.params", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema")
-    parser.add_argument("--use", type=Path, metavar="PROFILE", help="lay a profile over params.yaml")
-    options = parser.parse_args(argv)
-    try:
-        if options.schema:
-            sys.stdout.write(json_schema())
-        elif options.use:
-            use_profile(options.use)
-        else:
-            read_params()
-    except ParamsError as error:
-        print(f"draftline params: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
+    from stages.params_edit import main
+
     raise SystemExit(main())

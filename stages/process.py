@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from stages.errors import DraftlineError
 from stages.params import Params, StageParams, read_params
 
 OUTPUTS = Path("outputs")
+WATCH_STDIN = "DRAFTLINE_WATCH_STDIN"
+"""Set in the environment of a stage whose standard input is a pipe that closes when whoever runs the graph has ended."""
 LOCK_SECONDS = 60.0
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell has it."""
@@ -96,6 +99,22 @@ def die_with_parent(poll_seconds: float = 0.5) -> None:
         threading.Thread(target=guarded, name="die-with-parent", daemon=True).start()
 
 
+def die_with_stdin() -> None:
+    """End this process's whole group (the `dvc` above it, and all below it) once the pipe at its standard input closes.
+
+    Only where `WATCH_STDIN` is set, by a starter that gave the group to itself: elsewhere it would end a user's shell.
+    """
+    if WATCH_STDIN not in os.environ:
+        return
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-stdin", daemon=True).start()
+
+
 @contextmanager
 def output_lock(directory: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold `directory` for this process; wait at most `seconds` for another that is still ending.
@@ -152,6 +171,7 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
         params = cast(Params, StageParams(read_params(), name))
         output = OUTPUTS / name
         die_with_parent()
+        die_with_stdin()
         with output_lock(output):
             stage(params, output)
     except DraftlineError as error:

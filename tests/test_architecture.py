@@ -15,7 +15,8 @@ import pytest
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
-from stages.params import SECTIONS, Params, Section, json_schema
+from stages.params import SECTIONS, Params, Section
+from stages.params_edit import json_schema
 from tests.paths import REPOSITORY
 
 STAGES = ("verifier", "prepare", "extract", "train", "convert", "lock", "gate", "evaluate", "register", "deploy")
@@ -118,7 +119,7 @@ def imported_files(root: str) -> set[Path]:
     return {path for path in found if is_code(REPOSITORY / path)}
 
 
-NO_RESULT = {Path("stages", name) for name in ("errors.py", "params.py", "params_file.py", "process.py")}
+NO_RESULT = {Path("stages", name) for name in ("errors.py", "params.py", "params_edit.py", "params_file.py", "process.py")}
 """How a stage starts, fails and reads its params: DVC compares the params' values themselves."""
 
 
@@ -207,12 +208,19 @@ def test_every_knob_is_described() -> None:
 
 
 def test_every_knob_is_read_by_something() -> None:
-    read = {node.attr for path, tree in trees("stages") if path.name != "params.py" for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read = {
+        node.attr
+        for folder in ("stages", "flows")
+        for path, tree in trees(folder)
+        if path.name != "params.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
     assert [name for name, _ in knobs() if name.rpartition(".")[2] not in read] == []
 
 
 def test_profiles_lie_over_the_default_params(tmp_path: Path) -> None:
-    from stages.params import use_profile
+    from stages.params_edit import use_profile
 
     profiles = sorted((REPOSITORY / "profiles").glob("*.yaml"))
     assert profiles

@@ -12,7 +12,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.errors import ParamsError
-from stages.params import SECTIONS, StageParams, json_schema, parse_params, read_params, use_profile
+from stages.params import SECTIONS, StageParams, parse_params, read_params
+from stages.params_edit import json_schema, use_profile
 from tests.paths import REPOSITORY
 
 GOOD: dict[str, Any] = YAML(typ="safe", pure=True).load((REPOSITORY / "params.yaml").read_text(encoding="utf-8"))

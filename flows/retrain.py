@@ -1,0 +1,113 @@
+"""Retrain a verifier's drafter: the graph of dvc.yaml, stage by stage, in the verifier's own workspace.
+
+    prefect deployment run 'retrain/default' --param verifier=smollm2-135m --watch
+
+Parameters override params.yaml for this run; they are written into the workspace's params.yaml and committed with dvc.lock
+and the metrics. One run per verifier at a time. A stage that fails fails the run, with its own last line as the message.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+
+from flows.context import registry, repository, tracking_uri
+from flows.errors import FlowError
+from flows.graph import stage_names
+from flows.parameters import Overrides, write_overrides
+from flows.promote import wanted
+from flows.registry import CANDIDATE, CHAMPION
+from flows.runs import start_promote
+from flows.stage_run import run_stage
+from flows.workspace import RECORDS, claimed, commit, ensure, push_data
+from stages.artifacts import read_json
+from stages.params import PARAMS_FILE, read_params
+
+RETRIES = {"verifier": 2, "register": 2}
+"""Stages that talk to servers; what the others fail at they would fail at again."""
+RETRY_SECONDS = 10
+HOUR = 3600.0
+
+
+def _stage(directory: str, name: str) -> bool:
+    """One stage; whether its command ran."""
+    logger = get_run_logger()
+    ran = run_stage(Path(directory), name, logger.info)
+    if not ran:
+        logger.info("nothing that stage %s depends on has changed", name)
+    return ran
+
+
+@flow(name="retrain", log_prints=True)
+def retrain(
+    verifier: str | None = None,
+    overrides: Overrides = Overrides(),  # noqa: B008 - a frozen default; Prefect shows it as the parameter's schema
+    busy: Literal["wait", "refuse"] = "refuse",
+    wait_seconds: float = HOUR,
+    reason: str = "asked for",
+) -> dict[str, Any]:
+    """Run the whole graph for one verifier and say what came of it.
+
+    Args:
+        verifier: short name of the verifier, and of its workspace; None: `verifier.name` of params.yaml.
+        overrides: values of params.yaml for this run.
+        busy: what to do while another run works for the same verifier; waiting ends after `wait_seconds`.
+        reason: why this run was started, for the record.
+    Returns:
+        The registered version (outputs/register/version.json) and the stages that ran.
+    """
+    logger = get_run_logger()
+    root = repository()
+    base = read_params(root / PARAMS_FILE)
+    uri = tracking_uri(base)
+    name = verifier or base.verifier.name
+    if overrides.verifier is not None and overrides.verifier.name not in (None, name):
+        raise FlowError(f"parameters: verifier = {name!r} and overrides.verifier.name = {overrides.verifier.name!r} differ")
+    logger.info("retraining the drafter of %s: %s", name, reason)
+    with claimed(root, name, busy, wait_seconds):
+        folder = ensure(root, name)
+        write_overrides(folder / PARAMS_FILE, overrides)
+        write_overrides(folder / PARAMS_FILE, Overrides.model_validate({"verifier": {"name": name}, "mlflow": {"tracking_uri": uri}}))
+        commit(folder, f"Parameters of a run for {name}: {reason}", PARAMS_FILE.name)
+        ran = []
+        for stage in stage_names(folder):
+            run = task(name=stage, task_run_name=stage, retries=RETRIES.get(stage, 0), retry_delay_seconds=RETRY_SECONDS)(_stage)
+            if run(str(folder), stage):
+                ran.append(stage)
+        version: dict[str, Any] = read_json(folder / "outputs" / "register" / "version.json")
+        commit(folder, f"{version['name']} version {version['version']}", *RECORDS)
+        publish_reports(folder, uri, version)
+        if push_data(folder):
+            logger.info("pushed to the default DVC remote")
+    offer(name, version)
+    return {"version": version, "ran": ran}
+
+
+def offer(name: str, version: dict[str, Any]) -> None:
+    """Have the new version promoted, where the verifier that it was made for is the one to be served."""
+    known = registry()
+    serving = known.serving_verifier(name)
+    if serving is None or serving.digest != version["verifier"]:
+        get_run_logger().info("%s version %s: its verifier is not the one to be served; not promoted", version["name"], version["version"])
+        return
+    champion = known.drafter(name, CHAMPION)
+    drafter = wanted(known, name, CANDIDATE, int(version["version"]))
+    if champion is None or champion.version != drafter.version:
+        start_promote(serving, drafter, champion)
+
+
+def publish_reports(folder: Path, uri: str, version: dict[str, Any]) -> None:
+    """The run's evidence as Prefect artifacts: gate, evaluation, plots, and the way to MLflow."""
+    gate: dict[str, Any] = read_json(folder / "outputs" / "gate" / "report.json")
+    rows = "\n".join(f"| {key} | {value} |" for key, value in gate.items() if isinstance(value, (str, int, float, bool)))
+    create_markdown_artifact(f"| gate | |\n| --- | --- |\n{rows}\n", key="gate", description="greedy decoding with and without the drafter")
+    evaluation = folder / "outputs" / "evaluate"
+    create_markdown_artifact((evaluation / "report.md").read_text(encoding="utf-8"), key="evaluation")
+    plots = [f"![{plot.stem}](data:image/png;base64,{base64.b64encode(plot.read_bytes()).decode()})" for plot in sorted((evaluation / "plots").glob("*.png"))]
+    create_markdown_artifact("\n\n".join(plots), key="plots")
+    link = f"{uri.rstrip('/')}/#/models/{version['name']}/versions/{version['version']}"
+    create_link_artifact(link, link_text=f"{version['name']} version {version['version']}", key="mlflow")

@@ -1,0 +1,92 @@
+"""A clone with its own Prefect server, worker and MLflow server, as `make up` starts them; asked over their own interfaces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from flows.registry import Registry
+from stages.hidden_states.server import free_port
+from tests.pipeline.clone import Clone
+
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+class House:
+    """Started and ended with the block."""
+
+    def __init__(self, clone: Clone) -> None:
+        self.clone = clone
+        self.root = clone.root
+        ports = {"MLFLOW_PORT": str(free_port()), "PREFECT_PORT": str(free_port())}
+        self.mlflow = f"http://127.0.0.1:{ports['MLFLOW_PORT']}"
+        self.api = f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"
+        self.environment = clone.environment | ports | {"MLFLOW_TRACKING_URI": self.mlflow, "PREFECT_API_URL": self.api, "PREFECT_HOME": f"{self.root}/.run/prefect"}
+
+    def __enter__(self) -> House:
+        self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.do(sys.executable, "-m", "flows.local", "down", seconds=120)
+
+    def run(self, *words: str, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+    def do(self, *words: str, seconds: float = 120.0) -> str:
+        """Run a command that must succeed; what it printed."""
+        done = self.run(*words, seconds=seconds)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stdout[-3000:]}{done.stderr[-3000:]}\n{self.logs()}"
+        return done.stdout
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in (self.root / ".run" / "logs").glob("*worker*"))
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.mlflow, "draftline")
+
+    def flow_runs(self, deployment: str) -> list[dict[str, Any]]:
+        """All runs of `<flow>/default`, oldest first."""
+        body = {"flows": {"name": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return list(httpx.post(f"{self.api}/flow_runs/filter", json=body, timeout=30).raise_for_status().json())
+
+    def artifacts(self) -> set[str]:
+        found = httpx.post(f"{self.api}/artifacts/filter", json={}, timeout=30).raise_for_status().json()
+        return {str(item["key"]) for item in found}
+
+    def until(self, what: str, look: Callable[[], Any], seconds: float, pause: float = 0.1) -> Any:
+        """The first true answer of `look`. (A run may take minutes: nothing here waits longer than `seconds`.)"""
+        deadline = time.monotonic() + seconds
+        while not (found := look()):
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{[(run['name'], run['state']) for run in self.flow_runs('retrain')]}\n{self.logs()}"
+            time.sleep(pause)
+        return found
+
+    def ended(self, run: str, seconds: float) -> dict[str, Any]:
+        """A flow run once it has ended."""
+
+        def look() -> dict[str, Any] | None:
+            state = httpx.get(f"{self.api}/flow_runs/{run}", timeout=30).raise_for_status().json()
+            return state if state["state_type"] in ENDED else None
+
+        return self.until(f"the end of flow run {run}", look, seconds, pause=0.5)
+
+    def processes(self, folder: Path) -> list[psutil.Process]:
+        """Living processes that work in `folder`."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(folder):
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found

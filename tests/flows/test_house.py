@@ -1,0 +1,138 @@
+"""The flows on real servers: Prefect, a worker, MLflow, and the graph of a tiny verifier with the real engine.
+
+One story: a verifier is registered, its quantization changes, it changes back; then a run is cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.flows.house import House
+from tests.gate.pair import make_bigram_verifier
+from tests.pipeline.clone import Clone
+from tests.tiny import MASK_TOKEN_ID
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+RETRAIN_SECONDS = 900
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    verifier = make_bigram_verifier(tmp_path_factory.mktemp("flows") / "verifier")
+    weights = load_file(verifier / "model.safetensors")
+    weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
+    save_file(weights, verifier / "model.safetensors", metadata={"format": "pt"})
+    with House(Clone(tmp_path_factory.mktemp("house") / "repository", verifier)) as found:
+        yield found
+
+
+def register(house: House, *words: str) -> float:
+    """Register the verifier; when its event was sent, at the latest."""
+    house.do(sys.executable, "-m", "flows.verifiers", "add", "tiny", *words, seconds=300)
+    return time.monotonic()
+
+
+def champion(house: House) -> int | None:
+    found = house.registry.drafter("tiny", "champion")
+    return found.version if found is not None else None
+
+
+@pytest.fixture(scope="module")
+def first(house: House) -> House:
+    """The house once a first verifier has got its drafter, by its event alone."""
+    told = register(house)
+    run = house.until("a retrain run", lambda: house.flow_runs("retrain"), 60)[0]
+    print(f"\nthe retrain run exists {time.monotonic() - told:.1f} s after the registering command has ended")
+    assert house.ended(run["id"], RETRAIN_SECONDS)["state_type"] == "COMPLETED", house.logs()
+    house.until("a champion", lambda: champion(house), 120)
+    return house
+
+
+def test_a_registered_verifier_leads_to_a_champion(first: House) -> None:
+    """Without anyone's doing: one run, its evidence as artifacts, its parameters and results on the workspace's branch."""
+    assert len(first.flow_runs("retrain")) == 1
+    assert champion(first) == 1
+    assert {"gate", "evaluation", "plots", "mlflow"} <= first.artifacts()
+    shown = subprocess.run(["git", "show", "--stat", "--format=%s", "draftline/tiny"], cwd=first.root, capture_output=True, text=True, check=True).stdout
+    assert "drafter.tiny version 1" in shown
+    assert "dvc.lock" in shown
+    assert "the pair of version 1" in first.do(sys.executable, "-m", "flows.status")
+
+
+def test_what_is_told_twice_happens_once(first: House) -> None:
+    for _ in range(2):
+        first.do("prefect", "deployment", "run", "watch-verifier/default", "--watch")
+    assert len(first.flow_runs("retrain")) == 1
+
+
+@pytest.fixture(scope="module")
+def second(first: House) -> House:
+    """The house once the same weights were quantised, and have got a drafter of their own."""
+    register(first, "--quantization", "w8a8")
+    run = first.until("a second retrain run", lambda: first.flow_runs("retrain")[1:], 60)[0]
+    assert first.ended(run["id"], RETRAIN_SECONDS)["state_type"] == "COMPLETED", first.logs()
+    first.until("the new champion", lambda: champion(first) == 2, 120)
+    return first
+
+
+def test_another_quantization_leads_to_one_retraining(second: House) -> None:
+    assert len(second.flow_runs("retrain")) == 2
+    previous = second.registry.drafter("tiny", "previous")
+    assert previous is not None
+    assert previous.version == 1
+    logged = second.do("prefect", "flow-run", "logs", second.flow_runs("retrain")[1]["id"])
+    assert "nothing that stage inputs depends on has changed" in logged
+    started = second.flow_runs("retrain")[1]["parameters"]["reason"]
+    assert "quantization" in started, "it says what changed"
+
+
+def test_back_to_a_known_verifier_needs_no_training(second: House) -> None:
+    register(second, "--quantization", "as-is")
+    second.until("the old champion", lambda: champion(second) == 1, 120)
+    assert len(second.flow_runs("retrain")) == 2
+
+
+def test_cancelled_means_that_no_stage_lives(second: House) -> None:
+    parameters = {"verifier": "tiny", "overrides": {"train": {"steps": 20_000, "seed": 7}}}
+    second.do("prefect", "deployment", "run", "retrain/default", "--params", json.dumps(parameters))
+    run = second.until("a third retrain run", lambda: second.flow_runs("retrain")[2:], 60)[0]
+    folder = second.root / "workspaces" / "tiny"
+    second.until("a training", lambda: any("stages.train" in " ".join(process.cmdline()) for process in second.processes(folder)), 300, pause=0.5)
+    second.do("prefect", "flow-run", "cancel", run["id"])
+    assert second.ended(run["id"], 60)["state_type"] == "CANCELLED"
+    assert [process.cmdline() for process in second.processes(folder)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["retrain/default", "--param", "verifer=tiny"], "verifer"),
+        (["retrain/default", "--params", '{"overrides": {"train": {"stepz": 1}}}'], "stepz"),
+        (["promote/default", "--params", '{"verifier": "tiny", "alias": "Champion"}', "--watch"], ""),
+        (["promote/default", "--params", '{"verifier": "nobody"}', "--watch"], ""),
+    ],
+    ids=["misspelt parameter", "misspelt knob", "alias in capitals", "unknown verifier"],
+)
+def test_bad_parameters_change_nothing(first: House, words: list[str], says: str) -> None:
+    before = (len(first.flow_runs("retrain")), champion(first))
+    done = first.run("prefect", "deployment", "run", *words)
+    assert done.returncode != 0, done.stdout
+    assert says in done.stdout + done.stderr
+    assert (len(first.flow_runs("retrain")), champion(first)) == before
+
+
+def test_a_port_in_use_is_said(first: House, tmp_path: Path) -> None:
+    environment = first.environment | {"DRAFTLINE_ROOT": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "flows.local", "up"], cwd=first.root, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "MLFLOW_PORT" in done.stderr
