@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import types
 from pathlib import Path
 from typing import Any, Optional, Union, get_args, get_origin
@@ -9,8 +10,9 @@ from typing import Any, Optional, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, create_model
 
 from flows.errors import FlowError
+from stages.artifacts import write_atomic
 from stages.errors import ParamsError
-from stages.params import Params, Section
+from stages.params import Params, Section, read_params
 from stages.params_edit import lay_params_over
 
 
@@ -41,13 +43,20 @@ def given(overrides: BaseModel) -> dict[str, Any]:
     }
 
 
-def write_overrides(path: Path, overrides: BaseModel) -> Params:
-    """Lay the given values over the params file at `path`.
+def write_run_params(base: Path, path: Path, *layers: BaseModel) -> Params:
+    """Write the params file of one run: `base` with the given values laid over it, later layers over earlier ones.
 
     Raises:
-        FlowError: the result is not valid; the file stays as it was.
+        FlowError: the result is not valid; nothing was written.
     """
-    try:
-        return lay_params_over(path, given(overrides), Path("flow parameters"))
-    except ParamsError as error:
-        raise FlowError(str(error)) from None
+    with tempfile.TemporaryDirectory() as scratch:
+        draft = Path(scratch) / path.name
+        draft.write_text(base.read_text(encoding="utf-8"), encoding="utf-8")
+        try:
+            params = read_params(draft)
+            for layer in layers:
+                params = lay_params_over(draft, given(layer), Path("flow parameters"))
+        except ParamsError as error:
+            raise FlowError(str(error).replace(str(draft), str(base))) from None
+        write_atomic(path, draft.read_text(encoding="utf-8"))
+    return params

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from pydantic import BaseModel
 
 from flows.context import registry, repository, tracking_uri
 from flows.errors import FlowError
 from flows.graph import stage_names
-from flows.parameters import Overrides, write_overrides
+from flows.parameters import Overrides, write_run_params
 from flows.promote import wanted
 from flows.registry import CANDIDATE, CHAMPION
 from flows.runs import start_promote
@@ -70,8 +71,8 @@ def retrain(
     logger.info("retraining the drafter of %s: %s", name, reason)
     with claimed(root, name, busy, wait_seconds):
         folder = ensure(root, name)
-        write_overrides(folder / PARAMS_FILE, overrides)
-        write_overrides(folder / PARAMS_FILE, Overrides.model_validate({"verifier": {"name": name}, "mlflow": {"tracking_uri": uri}}))
+        fixed = Overrides.model_validate({"verifier": {"name": name}, "mlflow": {"tracking_uri": uri}})
+        write_run_params(root / PARAMS_FILE, folder / PARAMS_FILE, registered_source(name), overrides, fixed)
         commit(folder, f"Parameters of a run for {name}: {reason}", PARAMS_FILE.name)
         ran = []
         for stage in stage_names(folder):
@@ -85,6 +86,13 @@ def retrain(
             logger.info("pushed to the default DVC remote")
     offer(name, version)
     return {"version": version, "ran": ran}
+
+
+def registered_source(name: str) -> BaseModel:
+    """Where the verifier that is to be served comes from; nothing where none is registered: then it is params.yaml's."""
+    serving = registry().serving_verifier(name)
+    found = {"verifier": {"source": serving.source, "quantization": serving.quantization}} if serving is not None else {}
+    return cast(BaseModel, Overrides.model_validate(found))
 
 
 def offer(name: str, version: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from flows.context import registry, repository, tracking_uri
-from flows.parameters import Overrides, write_overrides
+from flows.parameters import Overrides, write_run_params
 from flows.registry import SERVING, VerifierVersion
 from flows.stage_run import run_stage
 from flows.workspace import claimed, ensure
@@ -42,7 +42,7 @@ def add(name: str, source: str | None, quantization: str | None, serve: bool) ->
         folder = ensure(root, name + SUFFIX)
         wanted = {"name": name, "source": _absolute(root, source or base.verifier.source), "quantization": quantization or base.verifier.quantization}
         overrides = Overrides.model_validate({"verifier": wanted, "mlflow": {"tracking_uri": tracking_uri(base)}})
-        params = write_overrides(folder / PARAMS_FILE, overrides)
+        params = write_run_params(root / PARAMS_FILE, folder / PARAMS_FILE, overrides)
         run_stage(folder, "verifier", lambda line: print(line, file=sys.stderr))
         identity = read_identity(folder / IDENTITY_FILE)
     version, new = known.register_verifier(name, identity, params.verifier.source, params.verifier.quantization)

@@ -42,7 +42,7 @@ def git(directory: Path, *words: str) -> str:
 def ensure(repository: Path, verifier: str) -> Path:
     """The workspace of a verifier, made where it is missing, with the code that the repository has now.
 
-    What the branch holds of `params.yaml` and `dvc.lock` stays; everything else follows the repository's HEAD.
+    What the branch holds of `dvc.lock` stays; everything else follows the repository's HEAD (`params.yaml` is written by each run).
     """
     folder = repository / WORKSPACES / verifier
     branch = f"draftline/{verifier}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -29,7 +28,8 @@ class House:
         ports = {"MLFLOW_PORT": str(free_port()), "PREFECT_PORT": str(free_port())}
         self.mlflow = f"http://127.0.0.1:{ports['MLFLOW_PORT']}"
         self.api = f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"
-        self.environment = clone.environment | ports | {"MLFLOW_TRACKING_URI": self.mlflow, "PREFECT_API_URL": self.api, "PREFECT_HOME": f"{self.root}/.run/prefect"}
+        addresses = {"MLFLOW_TRACKING_URI": self.mlflow, "PREFECT_API_URL": self.api, "PREFECT_HOME": f"{self.root}/.run/prefect"}
+        self.environment = clone.environment | ports | addresses
 
     def __enter__(self) -> House:
         self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
@@ -67,7 +67,8 @@ class House:
         """The first true answer of `look`. (A run may take minutes: nothing here waits longer than `seconds`.)"""
         deadline = time.monotonic() + seconds
         while not (found := look()):
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{[(run['name'], run['state']) for run in self.flow_runs('retrain')]}\n{self.logs()}"
+            runs = [(run["name"], run["state_name"]) for run in self.flow_runs("retrain")]
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{runs}\n{self.logs()}"
             time.sleep(pause)
         return found
 
