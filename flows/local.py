@@ -118,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
             up(root)
             values = settings(root)
             print(f"MLflow {values[TRACKING]}, Prefect {values['PREFECT_API_URL'].removesuffix('/api')}; logs in .run/logs; `make down` ends them")
+            print("in a shell that talks to them:")
+            print(f"export {TRACKING}={values[TRACKING]} PREFECT_API_URL={values['PREFECT_API_URL']}")
         else:
             down(root)
     except DraftlineError as error:

@@ -72,11 +72,35 @@ class House:
             time.sleep(pause)
         return found
 
+    def flow_run(self, run: str) -> dict[str, Any]:
+        return dict(httpx.get(f"{self.api}/flow_runs/{run}", timeout=30).raise_for_status().json())
+
+    def resume(self, run: str) -> None:
+        """What the button of Prefect's user interface does."""
+        answer = httpx.post(f"{self.api}/flow_runs/{run}/resume", json={}, timeout=30).raise_for_status().json()
+        assert answer["status"] == "ACCEPT", answer
+
+    def completed_tasks(self, run: str) -> set[str]:
+        """Names of a flow run's tasks that have completed."""
+        body = {"flow_runs": {"id": {"any_": [run]}}, "task_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+        return {str(task["name"]) for task in httpx.post(f"{self.api}/task_runs/filter", json=body, timeout=30).raise_for_status().json()}
+
+    def kill_flow(self, run: str) -> None:
+        """`kill -9` of the process that runs a flow, and of it alone."""
+        for process in psutil.process_iter():
+            try:
+                if run in process.environ().get("PREFECT__FLOW_RUN_ID", "") and "prefect.engine" in " ".join(process.cmdline()):
+                    process.kill()
+                    return
+            except psutil.Error:
+                continue
+        raise AssertionError(f"no process runs flow {run}")
+
     def ended(self, run: str, seconds: float) -> dict[str, Any]:
         """A flow run once it has ended."""
 
         def look() -> dict[str, Any] | None:
-            state = httpx.get(f"{self.api}/flow_runs/{run}", timeout=30).raise_for_status().json()
+            state = self.flow_run(run)
             return state if state["state_type"] in ENDED else None
 
         return self.until(f"the end of flow run {run}", look, seconds, pause=0.5)

@@ -24,6 +24,7 @@ from tests.tiny import MASK_TOKEN_ID
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
 RETRAIN_SECONDS = 900
+RESEEDED = {"verifier": "tiny", "overrides": {"train": {"seed": 9}}}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,43 @@ def test_with_nothing_changed_nothing_is_done_again(second: House) -> None:
         assert f"nothing that stage {stage} depends on has changed" in logs
     assert len(second.registry.drafters("tiny")) == 2
     assert champion(second) == 1
+
+
+def test_a_drafter_of_another_verifier_is_no_way_back(second: House) -> None:
+    done = second.run("prefect", "deployment", "run", "promote/default", "--param", "verifier=tiny", "--param", "rollback=true", "--watch")
+    assert done.returncode != 0, "previous belongs to the other quantization"
+    assert champion(second) == 1
+
+
+def test_a_person_can_be_asked_first(second: House) -> None:
+    second.clone.set("promotion", approval="manual")
+    try:
+        second.registry.delete_alias("drafter.tiny", "champion")
+        second.do("prefect", "deployment", "run", "promote/default", "--params", '{"verifier": "tiny", "version": 1}')
+        run = second.flow_runs("promote")[-1]["id"]
+        second.until("the question", lambda: second.flow_run(run)["state_type"] == "PAUSED", 60)
+        assert champion(second) is None
+        second.resume(run)
+        assert second.ended(run, 120)["state_type"] == "COMPLETED"
+        assert champion(second) == 1
+    finally:
+        second.clone.set("promotion", approval="automatic")
+
+
+@pytest.mark.parametrize("boundary", ["prepare", "extract", "train", "convert", "lock", "gate", "evaluate", "register"])
+def test_killed_at_a_boundary_no_stage_lives_on(second: House, boundary: str) -> None:
+    """`kill -9` of the flow once a stage has ended; each run takes up what the one before has left, and `test_after_all_kills` looks at the result."""
+    second.do("prefect", "deployment", "run", "retrain/default", "--params", json.dumps(RESEEDED))
+    run = second.flow_runs("retrain")[-1]["id"]
+    second.until(f"the end of {boundary}", lambda: boundary in second.completed_tasks(run), 300)
+    second.kill_flow(run)
+    assert second.ended(run, 60)["state_type"] == "CRASHED"
+    second.until("the end of all stages", lambda: not second.processes(second.root / "workspaces" / "tiny"), 10)
+
+
+def test_after_all_kills_there_is_one_version_more(second: House) -> None:
+    second.do("prefect", "deployment", "run", "retrain/default", "--params", json.dumps(RESEEDED), "--watch", seconds=600)
+    assert [drafter.version for drafter in second.registry.drafters("tiny")] == [1, 2, 3]
 
 
 def test_cancelled_means_that_no_stage_lives(second: House) -> None:

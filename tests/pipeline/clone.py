@@ -91,7 +91,7 @@ class Clone:
     def set(self, section: str, **values: Any) -> None:
         """Change some values of params.yaml."""
         data = YAML(typ="safe", pure=True).load((self.root / "params.yaml").read_text(encoding="utf-8"))
-        data[section] |= values
+        data[section] = data.get(section, {}) | values
         self.write_params(data)
 
     @property
