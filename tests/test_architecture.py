@@ -20,7 +20,7 @@ from stages.params_edit import json_schema
 from tests.paths import REPOSITORY
 
 STAGES = ("verifier", "prepare", "extract", "train", "convert", "lock", "gate", "evaluate", "register", "deploy")
-LIBRARIES = ("pairing", "drafters", "decoding", "hidden_states")
+LIBRARIES = ("pairing", "drafters", "decoding", "hidden_states", "serving")
 LONGEST_MODULE = 400
 OBVIOUS = {"seed", "host", "port"}
 """Knobs whose name says all there is to say."""

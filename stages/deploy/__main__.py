@@ -14,13 +14,13 @@ from pathlib import Path
 
 from stages.artifacts import read_json, write_json
 from stages.decoding.speculative import installed_device
-from stages.deploy.fetch import fetch, prune
-from stages.deploy.plan import build_plan, installed_engine
 from stages.pairing.identity import read_identity
 from stages.pairing.lock import require_pair
 from stages.pairing.store import verifier_directory
 from stages.params import Params
 from stages.process import OUTPUTS, stage_main
+from stages.serving.fetch import fetch, prune
+from stages.serving.plan import build_plan, installed_engine
 
 
 def run(params: Params, output: Path) -> None:

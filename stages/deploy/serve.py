@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts import read_json
-from stages.deploy.fetch import fetch
-from stages.deploy.plan import installed_engine
-from stages.deploy.server import acceptance, base_url, chat, require_free_port
 from stages.errors import DraftlineError
 from stages.pairing.identity import compute_identity
 from stages.pairing.lock import require_pair
 from stages.pairing.store import DIGEST_CACHE
 from stages.process import OUTPUTS, die_with_parent, refused_path
 from stages.servers import ServerError, cause, start, stop, wait_until_healthy
+from stages.serving.fetch import fetch
+from stages.serving.plan import installed_engine
+from stages.serving.server import acceptance, base_url, chat, require_free_port
 
 PLAN = OUTPUTS / "deploy" / "plan.json"
 LOG = OUTPUTS / "deploy" / "serve" / "server.log"

@@ -20,10 +20,10 @@ from ruamel.yaml import YAML
 
 from stages.artifacts import read_json, write_json
 from stages.deploy.__main__ import run as run_deploy
-from stages.deploy.server import Acceptance, acceptance
 from stages.params import read_params
 from stages.process import end_process_tree
 from stages.servers import cause
+from stages.serving.server import Acceptance, acceptance
 from tests.paths import REPOSITORY
 
 PLAN = Path("outputs/deploy/plan.json")

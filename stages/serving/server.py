@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import socket
@@ -31,17 +32,29 @@ def require_free_port(plan: Mapping[str, Any]) -> None:
             raise ServerError(f"params.yaml: deploy.host = {plan['host']!r}, deploy.port = {plan['port']}: {error.strerror or error}") from None
 
 
-def chat(url: str, model: str, question: str, max_tokens: int, seconds: float = 300.0) -> tuple[str, int]:
-    """Ask one greedy question; returns the answer and its number of tokens."""
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0}
+def ask(url: str, model: str, question: str, max_tokens: int, seconds: float = 300.0, **options: Any) -> dict[str, Any]:
+    """Ask one greedy question; returns the whole response.
+
+    Args:
+        options: further keys of the request's body.
+    Raises:
+        ServerError: it was refused, or nothing answered.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0, **options}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
-            answer = json.load(response)
+            answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
         raise ServerError(f"{url}/v1/chat/completions: HTTP {error.code}: {' '.join(error.read().decode('utf-8', 'replace').split())[:300]}") from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise ServerError(f"{url}/v1/chat/completions: {error}") from None
+    return answer
+
+
+def chat(url: str, model: str, question: str, max_tokens: int, seconds: float = 300.0) -> tuple[str, int]:
+    """Ask one greedy question; returns the answer and its number of tokens."""
+    answer = ask(url, model, question, max_tokens, seconds)
     return str(answer["choices"][0]["message"]["content"]), int(answer["usage"]["completion_tokens"])
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from stages.deploy.plan import build_plan, installed_engine
-from stages.deploy.server import base_url
 from stages.environment import EAGER, ENGINE, LOCAL, THREADS
 from stages.params import Params, read_params
+from stages.serving.plan import build_plan, installed_engine
+from stages.serving.server import base_url
 from tests.paths import REPOSITORY
 
 CHECKPOINT = Path("outputs/deploy/served/0123")
@@ -85,6 +85,15 @@ def test_a_cpu_server_finds_no_compiler_and_busy_cores(params: Params, device: s
 def test_plain_dflash_needs_no_plug_in(params: Params) -> None:
     out = plan(params, "cpu", config(kind="dflash"))
     assert (out["served_by"], out["notes"]) == ("engine", [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_verifier_alone_is_the_pair_without_its_drafter(params: Params, device: Any) -> None:
+    alone = build_plan(params, device, VERIFIER)
+    pair = plan(params, device, config(kind="dflash"))["argv"]
+    where = pair.index("--speculative-config")
+    assert alone["argv"] == pair[:where] + pair[where + 2 :]
+    assert (alone["served_by"], alone["notes"]) == ("engine", [])
 
 
 def test_the_number_of_draft_tokens_is_never_left_to_the_engine(params: Params) -> None:

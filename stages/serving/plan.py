@@ -29,16 +29,17 @@ def installed_engine() -> str:
     return f"{distribution} {version(distribution)}"
 
 
-def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """How the pair is served: `served_by` ("engine" or "plug-in"), `argv`, `env`, `notes`.
+def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path | None = None, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """How the pair, or the verifier alone, is served: `served_by` ("engine" or "plug-in"), `argv`, `env`, `notes`.
 
     Args:
         verifier: the verifier's directory.
-        checkpoint: the drafter's directory, `config` its config.json.
+        checkpoint: the drafter's directory, `config` its config.json; without them the verifier is served alone.
     """
-    speculative = spec_config(checkpoint, config, device)
+    speculative = spec_config(checkpoint, config, device) if checkpoint is not None and config is not None else None
     # A Markov head under the method dflash is known to our class alone.
-    plug_in = config["speculators_model_type"] == "dspark" and speculative["method"] == "dflash"
+    markov = config["markov_head_type"] if config is not None and config["speculators_model_type"] == "dspark" else None
+    plug_in = markov is not None and speculative is not None and speculative["method"] == "dflash"
     env = ENGINE | LOCAL
     notes = []
     argv = [
@@ -49,8 +50,9 @@ def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path,
         *("--dtype", params.engine.dtype),
         *("--max-model-len", str(params.engine.max_model_len)),
         *("--max-num-seqs", str(params.deploy.max_num_seqs)),
-        *("--speculative-config", json.dumps(speculative, sort_keys=True)),
     ]
+    if speculative is not None:
+        argv += ["--speculative-config", json.dumps(speculative, sort_keys=True)]
     if device == "cpu":
         # The other devices size their cache by the memory they have.
         argv += ["--kv-cache-memory-bytes", str(params.engine.kv_cache_bytes)]
@@ -60,7 +62,7 @@ def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path,
     if params.verifier.trust_remote_code:
         argv.append("--trust-remote-code")
     if plug_in:
-        notes.append(f"the {config['markov_head_type']} Markov head runs in Draftline's vLLM plug-in, which must be installed beside vLLM")
+        notes.append(f"the {markov} Markov head runs in Draftline's vLLM plug-in, which must be installed beside vLLM")
         if device == "cuda":
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
             notes.append("vLLM itself drafts vanilla Markov heads only: served eagerly by its model runner V1, where the plug-in works")
