@@ -107,13 +107,24 @@ class Site:
         self.places.logs.mkdir(parents=True)
         with conf.open("w") as stream:
             parser.write(stream)
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start the supervisor, and so all that it knows."""
+        (self.places.run / "supervisord.pid").unlink(missing_ok=True)
+        self.places.supervisor_socket.unlink(missing_ok=True)
+        conf = self.root / "infra" / "local" / "supervisord.conf"
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, "DRAFTLINE_ROOT": str(self.root), "PYTHONPATH": str(REPOSITORY), "PATH": path}
         subprocess.run(["supervisord", "-c", str(conf)], cwd=self.root, env=environment, check=True, timeout=30)
         self.until("a supervisor", lambda: (self.places.run / "supervisord.pid").is_file() and self.places.supervisor_socket.exists())
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def kill(self) -> None:
+        """End the supervisor and all that it has started."""
         supervisor = psutil.Process(int((self.places.run / "supervisord.pid").read_text()))
         # At once: asked, supervisord ends its programs one after the other, a second each.
         supervisor.suspend()

@@ -222,6 +222,19 @@ def test_a_crashed_engine_comes_back_and_an_altered_pair_does_not(pair: Site, fi
     only_engine_is_the_live_one(pair)
 
 
+def test_after_a_reboot_the_same_is_served_without_a_run_of_the_flow(pair: Site, first: Path) -> None:
+    pair.kill()
+    pair.start()
+    pair.until("its answers", lambda: httpx.get(f"{pair.url}/health", timeout=20).is_success if _listens(pair.port) else False)
+    assert pair.who() == fingerprint(first, pair, 1)
+    assert "as before" in pair.reconcile()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_mismatched_plan_is_refused_whatever_made_it(pair: Site, first: Path, second: Path, tmp_path: Path) -> None:
     """The last look, in the engine's own process: after it the files are loaded."""
     state = read_state(pair.places, NAME)
