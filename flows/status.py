@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 import httpx
 
-from flows.context import registry
+from flows.context import registry, repository
 from flows.decision import what_changed
 from flows.promotion import ALIASES
 from flows.registry import CHAMPION, DrafterVersion, Registry
 from flows.runs import last_run
+from flows.serving.places import Places
+from flows.serving.state import read_state
 from stages.errors import DraftlineError
 
 
@@ -30,10 +32,14 @@ def lines(known: Registry, name: str) -> Iterator[str]:
     champion = found[CHAMPION]
     if serving is not None:
         fits = champion is not None and champion.verifier == serving.digest
-        yield f"  to serve   {f'the pair of {_label(champion)} and this verifier' if champion is not None and fits else 'the verifier alone'}"
+        yield f"  to serve   {f'the pair of {_label(champion)} and this verifier' if fits else 'the verifier alone'}"
+    live = read_state(Places(repository()), name)
+    yield f"  served     {f'{live.target}, on {live.host}:{live.port} by {live.engine}' if live is not None else '-'}"
     for alias, drafter in found.items():
         yield f"  {alias:<10} {_label(drafter)}"
     yield f"  last run   {_last_run(name)}"
+    if live is not None and live.refused is not None:
+        yield f"  refused    {live.refused.reason}"
     if serving is not None and (champion is None or champion.verifier != serving.digest):
         before = known.verifier_of(name, champion.verifier) if champion is not None else None
         yield f"  stale      {what_changed(champion, before.identity if before is not None else None, serving)}"

@@ -22,10 +22,12 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 class House:
     """Started and ended with the block."""
 
-    def __init__(self, clone: Clone) -> None:
+    def __init__(self, clone: Clone, without: str | None = None) -> None:
+        """`without`: a flow whose deployment is removed, so that nothing starts it."""
+        self.without = without
         self.clone = clone
         self.root = clone.root
-        ports = {"MLFLOW_PORT": str(free_port()), "PREFECT_PORT": str(free_port())}
+        ports = {"MLFLOW_PORT": str(free_port()), "PREFECT_PORT": str(free_port()), "SERVE_PORT": str(free_port())}
         self.mlflow = f"http://127.0.0.1:{ports['MLFLOW_PORT']}"
         self.api = f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"
         addresses = {"MLFLOW_TRACKING_URI": self.mlflow, "PREFECT_API_URL": self.api, "PREFECT_HOME": f"{self.root}/.run/prefect"}
@@ -33,6 +35,8 @@ class House:
 
     def __enter__(self) -> House:
         self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
+        if self.without is not None:
+            self.do("prefect", "--no-prompt", "deployment", "delete", f"{self.without}/default")
         return self
 
     def __exit__(self, *_: object) -> None:

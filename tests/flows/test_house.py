@@ -33,7 +33,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     weights = load_file(verifier / "model.safetensors")
     weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
     save_file(weights, verifier / "model.safetensors", metadata={"format": "pt"})
-    with House(Clone(tmp_path_factory.mktemp("house") / "repository", verifier)) as found:
+    with House(Clone(tmp_path_factory.mktemp("house") / "repository", verifier), without="serve") as found:
         yield found
 
 

@@ -15,7 +15,6 @@ import pytest
 from flows.serving.places import Places
 from flows.serving.state import State, read_state
 from flows.serving.supervisor import Supervisor
-from stages.hidden_states.server import free_port
 from tests.flows.house import House
 from tests.flows.versions import identity
 from tests.gate.pair import make_bigram_verifier
@@ -29,9 +28,7 @@ EMIT = "from prefect.events import emit_event; emit_event('{name}', resource={{'
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     verifier = make_bigram_verifier(tmp_path_factory.mktemp("serve") / "verifier")
-    found = House(Clone(tmp_path_factory.mktemp("house") / "repository", verifier))
-    found.environment["SERVE_PORT"] = str(free_port())
-    with found:
+    with House(Clone(tmp_path_factory.mktemp("house") / "repository", verifier)) as found:
         yield found
 
 
@@ -65,6 +62,8 @@ def served(house: House) -> House:
 def test_an_event_leads_to_a_served_verifier(served: House) -> None:
     assert ask(served)
     assert state(served).target.content is None
+    status = served.do(sys.executable, "-m", "flows.status")
+    assert f"alone, on 127.0.0.1:{served.environment['SERVE_PORT']} by {state(served).engine}" in status
 
 
 def test_engines_outlive_the_flow_and_its_worker(served: House) -> None:
