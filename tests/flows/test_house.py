@@ -70,6 +70,25 @@ def test_a_registered_verifier_leads_to_a_champion(first: House) -> None:
     assert "the pair of version 1" in first.do(sys.executable, "-m", "flows.status")
 
 
+LOOK = """
+import time
+from flows.context import registry
+from flows.watch_verifier import look
+known = registry()
+look(known, "tiny", 2)
+began = time.monotonic()
+action = look(known, "tiny", 2)
+print(action.kind, time.monotonic() - began)
+"""
+
+
+def test_an_unchanged_verifier_costs_a_moment(first: House) -> None:
+    """What the schedule does every time."""
+    kind, seconds = first.do(sys.executable, "-c", LOOK).split()
+    assert kind == "nothing"
+    assert float(seconds) < 1.0
+
+
 def test_what_is_told_twice_happens_once(first: House) -> None:
     for _ in range(2):
         first.do("prefect", "deployment", "run", "watch-verifier/default", "--watch")
