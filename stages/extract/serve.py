@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from stages.errors import DraftlineError
+from stages.hidden_states.launch import engine_arguments
 from stages.hidden_states.server import server_command
 from stages.hidden_states.source import disk_of, named_transport, producer_config
 from stages.hidden_states.transport import open_store
@@ -48,7 +49,7 @@ def command(params: Params, host: str, port: int) -> tuple[list[str], dict[str, 
     model = revalidate(identity)
     # The server would say the same, but only once the model is loaded.
     open_store(transport).close()
-    return server_command(
+    arguments = engine_arguments(
         model,
         extraction.dtype,
         sorted({*extraction.layer_ids, identity.num_layers}),
@@ -57,9 +58,8 @@ def command(params: Params, host: str, port: int) -> tuple[list[str], dict[str, 
         producer_config(extraction, transport, identity.digest),
         params.engine.kv_cache_bytes,
         params.verifier.trust_remote_code,
-        host,
-        port,
     )
+    return server_command(arguments, host, port)
 
 
 def main(argv: list[str] | None = None) -> int:

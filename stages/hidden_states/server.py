@@ -13,9 +13,7 @@ from typing import Any
 
 from stages.decoding.speculative import Device, installed_device
 from stages.environment import EAGER, ENGINE, LOCAL, THREADS
-from stages.hidden_states.launch import engine_arguments
 from stages.hidden_states.mooncake import ENVIRONMENT, load_library
-from stages.hidden_states.producer import ProducerConfig
 from stages.servers import ServerError, cause, start, stop, vllm_command, wait_until_healthy
 
 MODEL_NAME = "verifier"
@@ -35,22 +33,11 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def server_command(
-    model: Path,
-    dtype: str,
-    layer_ids: list[int],
-    max_model_len: int,
-    max_num_seqs: int,
-    producer: ProducerConfig,
-    kv_cache_bytes: int,
-    trust_remote_code: bool,
-    host: str,
-    port: int,
-) -> tuple[list[str], dict[str, str]]:
-    """Argument list and environment of an extracting server (see `launch.engine_arguments`)."""
+def server_command(engine: Mapping[str, Any], host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Argument list and environment of an extracting server; `engine`: what `launch.engine_arguments` gives."""
     device: Device = installed_device()
-    arguments = engine_arguments(model, dtype, layer_ids, max_model_len, max_num_seqs, producer, kv_cache_bytes, trust_remote_code)
-    del arguments["model"]
+    arguments = dict(engine)
+    model = Path(arguments.pop("model"))
     if device != "cpu":
         # The other devices size their cache by the memory they have.
         del arguments["kv_cache_memory_bytes"]

@@ -22,7 +22,7 @@ from stages.hidden_states.cache import open_cache
 from stages.hidden_states.engines import Engines
 from stages.hidden_states.envelope import plan_origin
 from stages.hidden_states.format import HiddenSample, Plan, data_digest
-from stages.hidden_states.launch import EXTRA_POSITIONS
+from stages.hidden_states.launch import EXTRA_POSITIONS, engine_arguments
 from stages.hidden_states.producer import ProducerConfig
 from stages.hidden_states.server import extracting_server, free_port, mooncake_master, server_command
 from stages.hidden_states.shards import FORMAT, REDO, open_dump
@@ -126,7 +126,7 @@ def open_stream(planned: StreamPlan, model: Path, tokens: Mapping[str, list[int]
         if not urls:
             port = free_port()
             producer = producer_config(extraction, transport, planned.verifier)
-            argv, env = server_command(
+            arguments = engine_arguments(
                 model,
                 plan.dtype,
                 list(plan.stored_ids),
@@ -135,9 +135,8 @@ def open_stream(planned: StreamPlan, model: Path, tokens: Mapping[str, list[int]
                 producer,
                 planned.kv_cache_bytes,
                 planned.trust_remote_code,
-                "127.0.0.1",
-                port,
             )
+            argv, env = server_command(arguments, "127.0.0.1", port)
             server = stack.enter_context(extracting_server(argv, env, port, extraction.startup_seconds, output / LOGS / "server.log"))
             watched.append(server.ended)
             urls = [f"http://127.0.0.1:{port}"]

@@ -30,7 +30,7 @@ from stages.artifacts import sha256_file
 from stages.dataset import read_split
 from stages.hidden_states.engines import Engines
 from stages.hidden_states.format import Plan
-from stages.hidden_states.launch import EXTRA_POSITIONS
+from stages.hidden_states.launch import EXTRA_POSITIONS, engine_arguments
 from stages.hidden_states.producer import ProducerConfig
 from stages.hidden_states.server import extracting_server, free_port, mooncake_master, server_command
 from stages.hidden_states.spool import SHARED_MEMORY, SPOOL_PREFIX, memory_spool
@@ -52,9 +52,8 @@ SPIN_SECONDS = 2.0
 def server(model: Path, plan: Plan, producer: ProducerConfig, folder: Path, extracting: bool) -> Iterator[str]:
     """The same vLLM with or without extraction; its URL."""
     port = free_port()
-    argv, env = server_command(
-        model, plan.dtype, list(plan.stored_ids), plan.max_seq_len + EXTRA_POSITIONS, plan.max_num_seqs, producer, 1 << 30, False, "127.0.0.1", port
-    )
+    arguments = engine_arguments(model, plan.dtype, list(plan.stored_ids), plan.max_seq_len + EXTRA_POSITIONS, plan.max_num_seqs, producer, 1 << 30)
+    argv, env = server_command(arguments, "127.0.0.1", port)
     if not extracting:
         for flag in ("--speculative-config", "--kv-transfer-config"):
             place = argv.index(flag)
