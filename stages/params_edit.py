@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from stages import params as schema
 from stages.artifacts import write_atomic
@@ -37,6 +38,9 @@ def lay_params_over(path: Path, over: dict[str, Any], origin: Path) -> Params:
     writer.indent(mapping=2, sequence=4, offset=2)
     merged = writer.load(path.read_text(encoding="utf-8"))
     lay_over(merged, over)
+    # DVC's parser refuses a colon in a plain scalar of a {flow mapping}, which this writer leaves unquoted: `source: pypi:…`.
+    for mapping in (merged, *(merged[section] for section in over if isinstance(merged[section], CommentedMap))):
+        mapping.fa.set_block_style()
     stream = io.StringIO()
     writer.dump(merged, stream)
     params = parse_params(plain_yaml().load(stream.getvalue()), origin)

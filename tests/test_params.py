@@ -239,6 +239,20 @@ def test_a_profile_changes_its_keys_alone_and_keeps_the_comments(tmp_path: Path)
     assert path.read_text(encoding="utf-8").splitlines()[0] == (REPOSITORY / "params.yaml").read_text(encoding="utf-8").splitlines()[0]
 
 
+def test_what_is_written_is_read_by_dvc_as_well(tmp_path: Path) -> None:
+    """Its parser is stricter: a colon in a plain scalar of a flow mapping ends it."""
+    from dvc.utils.serialize import load_yaml
+
+    path, profile = tmp_path / "params.yaml", tmp_path / "profile.yaml"
+    data = YAML(typ="safe", pure=True).load((REPOSITORY / "params.yaml").read_text(encoding="utf-8"))
+    with path.open("w", encoding="utf-8") as stream:
+        YAML(typ="safe", pure=True).dump(data, stream)
+    profile.write_text("verifier: {quantization: w8a8}\n", encoding="utf-8")
+    use_profile(profile, path)
+    assert load_yaml(str(path))["verifier"] == data["verifier"] | {"quantization": "w8a8"}
+
+
+
 @pytest.mark.parametrize("content", ["train: {stpes: 7}", "train: [", "7", "drafter: {block_size: 0}"])
 def test_a_bad_profile_changes_nothing(tmp_path: Path, content: str) -> None:
     path, profile = tmp_path / "params.yaml", tmp_path / "profile.yaml"
