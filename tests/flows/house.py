@@ -34,9 +34,14 @@ class House:
         self.environment = clone.environment | ports | addresses
 
     def __enter__(self) -> House:
-        self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
-        if self.without is not None:
-            self.do("prefect", "--no-prompt", "deployment", "delete", f"{self.without}/default")
+        try:
+            self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
+            if self.without is not None:
+                self.do("prefect", "--no-prompt", "deployment", "delete", f"{self.without}/default")
+        except BaseException:
+            # No `__exit__` follows: what did start would stay.
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
