@@ -11,6 +11,9 @@ from stages.params import PARAMS_FILE, Params, read_params
 
 ROOT = "DRAFTLINE_ROOT"
 TRACKING = "MLFLOW_TRACKING_URI"
+SERVE_PORT = "SERVE_PORT"
+BASE_PORT = 8000
+"""Where the first verifier's users ask, unless SERVE_PORT says otherwise."""
 
 
 def repository() -> Path:
@@ -34,3 +37,11 @@ def registry() -> Registry:
     """The registry, connected. Raises FlowError, TrackingError."""
     params = read_params(repository() / PARAMS_FILE)
     return Registry(tracking_uri(params), params.mlflow.experiment)
+
+
+def port(name: str, default: int) -> int:
+    """A TCP port that the environment may set. Raises FlowError: not one."""
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise FlowError(f"{name} = {text!r}: not a TCP port (1 to 65535)")
+    return int(text)

@@ -83,9 +83,13 @@ def retrain(
         version: dict[str, Any] = read_json(folder / "outputs" / "register" / "version.json")
         commit(folder, f"{version['name']} version {version['version']}", *RECORDS)
         publish_reports(folder, uri, version)
-        if push_data(folder):
-            logger.info("pushed to the default DVC remote")
-    offer(name, version)
+        # It is registered: nothing that becomes of the data may keep it from being served.
+        offer(name, version)
+        try:
+            if push_data(root, folder):
+                logger.info("pushed to the default DVC remote")
+        except FlowError as error:
+            logger.warning("%s; version %s is registered, its data is on this machine alone (dvc push in %s sends it)", error, version["version"], folder)
     return {"version": version, "ran": ran}
 
 

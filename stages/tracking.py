@@ -49,9 +49,13 @@ def _sqlite_file(uri: str) -> Path | None:
     return Path(rest.partition("?")[0]) if scheme.partition("+")[0] == "sqlite" and rest else None
 
 
-def _probe(uri: str) -> None:
-    """Refuse a URI that MLflow would try in vain for minutes."""
-    where = f"mlflow.tracking_uri = {redacted(uri)!r}"
+def probe(uri: str, name: str = "mlflow.tracking_uri") -> None:
+    """Refuse a place that MLflow would try in vain for minutes. (`name`: of the setting.)
+
+    Raises:
+        TrackingError: it cannot be reached, or is none.
+    """
+    where = f"{name} = {redacted(uri)!r}"
     database = _sqlite_file(uri)
     if database is not None:
         if not database.parent.is_dir():
@@ -72,9 +76,11 @@ def _probe(uri: str) -> None:
     try:
         socket.create_connection((parts.hostname, parts.port or DEFAULT_PORTS[scheme]), timeout=PROBE_SECONDS).close()
     except (OSError, ValueError) as error:
-        raise TrackingError(f"{where}: cannot connect: {error}; {MEND}") from None
+        raise TrackingError(f"{where}: cannot connect: {error}{f'; {MEND}' if scheme.startswith('http') else ''}") from None
     if scheme.startswith("http"):
         _probe_server(uri, where)
+    else:
+        _probe_database(uri, where)
 
 
 def _probe_server(uri: str, where: str) -> None:
@@ -92,6 +98,21 @@ def _probe_server(uri: str, where: str) -> None:
         raise TrackingError(f"{where}: no answer: {_first_line(error)}; {MEND}") from None
     if status in GATEWAY_ERRORS:
         raise TrackingError(f"{where}: HTTP {status}: there is no server behind it; {MEND}")
+
+
+def _probe_database(uri: str, where: str) -> None:
+    """Refuse a database that lets nobody in, or whose driver is not installed."""
+    import sqlalchemy
+
+    bound = {} if uri.startswith("mssql") else {"connect_timeout": int(PROBE_SECONDS)}
+    try:
+        engine = sqlalchemy.create_engine(uri, connect_args=bound)
+        engine.connect().close()
+        engine.dispose()
+    except ImportError as error:
+        raise TrackingError(f"{where}: the database's driver is not installed: {error}") from None
+    except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
+        raise TrackingError(f"{where}: {_first_line(getattr(error, 'orig', None) or error)}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -117,7 +138,7 @@ def connect(uri: str) -> MlflowClient:
     Raises:
         TrackingError: unreachable, or not a place that MLflow can use.
     """
-    _probe(uri)
+    probe(uri)
     # Read by MLflow per request. A server that goes away is asked again for some eight seconds (by default, for four minutes), and one
     # that falls silent is waited for.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")

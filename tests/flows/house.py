@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from flows.registry import Registry
-from stages.hidden_states.server import free_port
+from stages.servers import free_port
 from tests.pipeline.clone import Clone
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

@@ -23,6 +23,7 @@ from stages.pairing.identity import read_identity
 from stages.process import end_process_tree
 from stages.register.__main__ import read_candidate
 from stages.register.registry import register
+from stages.servers import free_port
 from stages.tracking import TrackingError, connect, experiment_id, redacted
 from tests.paths import REPOSITORY
 from tests.register.proven import write_evidence
@@ -242,12 +243,6 @@ class TestRepairs:
         assert len(client().search_runs([experiment_id(client(), URI, "draftline")])) == 1
         assert file_table(stored()) == file_table(CHECKPOINT)
         assert client().get_run(version.run_id).info.status == "FINISHED"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
