@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.context import BASE_PORT, ROOT, SERVE_PORT, TRACKING, port, repository
+from flows.context import BASE_PORT, ROOT, SERVE_PORT, TRACKING, port, repository, require_free_port
 from flows.errors import FlowError
 from flows.serving.supervisor import Supervisor
 from stages.errors import DraftlineError
@@ -90,12 +89,7 @@ def _require_free_ports(ports: dict[str, int]) -> None:
         others = [other for other in ports if other != name and ports[other] == number]
         if others:
             raise FlowError(f"{name} = {number}: {others[0]} is the same; set another")
-        with socket.socket() as probing:
-            probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probing.bind((HOST, number))
-            except OSError as error:
-                raise FlowError(f"{name} = {number}: {HOST}:{number}: {error.strerror}; set another, or end what listens there") from None
+        require_free_port(HOST, number, name)
 
 
 def _wait(what: str, url: str, root: Path) -> None:

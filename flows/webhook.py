@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flows.context import registry
+from flows.context import registry, require_free_port
 from flows.errors import FlowError
 from flows.verifiers import announce
 from stages.errors import DraftlineError
@@ -195,7 +195,9 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s draftline webhook: %(message)s", stream=sys.stderr)
         for name in ("httpx", "prefect"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        uvicorn.run(application(secret()), host=options.host, port=options.port, log_level="warning", access_log=False)
+        served = application(secret())
+        require_free_port(options.host, options.port, "--port")
+        uvicorn.run(served, host=options.host, port=options.port, log_level="warning", access_log=False)
     except DraftlineError as error:
         print(f"draftline webhook: {error}", file=sys.stderr)
         return 1

@@ -110,7 +110,7 @@ def _probe_database(uri: str, where: str) -> None:
         engine.connect().close()
         engine.dispose()
     except ImportError as error:
-        raise TrackingError(f"{where}: the database's driver is not installed: {error}") from None
+        raise TrackingError(f"{where}: the database's driver is not installed: {error} (PostgreSQL: pip install 'psycopg[binary]')") from None
     except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         raise TrackingError(f"{where}: {_first_line(getattr(error, 'orig', None) or error)}") from None
 

@@ -9,7 +9,6 @@ the engines that no record names, so the next run begins where this one was.
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flows.context import BASE_PORT, SERVE_PORT
+from flows.context import BASE_PORT, SERVE_PORT, require_free_port
 from flows.errors import FlowError
 from flows.registry import Registry
 from flows.serving import smoke
@@ -223,12 +222,7 @@ class Reconciler:
             return host, before.port
         taken = {state.port for state in all_states(self.places)}
         port = next(port for port in range(self.port, 65536) if port not in taken)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise FlowError(f"{host}:{port}: {error.strerror or error}; set {SERVE_PORT} to another port, or end what listens there") from None
+        require_free_port(host, port, SERVE_PORT)
         return host, port
 
     # What no record names.
