@@ -34,9 +34,13 @@ class House:
         self.environment = clone.environment | ports | addresses
 
     def __enter__(self) -> House:
-        self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
-        if self.without is not None:
-            self.do("prefect", "--no-prompt", "deployment", "delete", f"{self.without}/default")
+        try:
+            self.do(sys.executable, "-m", "flows.local", "up", seconds=600)
+            if self.without is not None:
+                self.do("prefect", "--no-prompt", "deployment", "delete", f"{self.without}/default")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

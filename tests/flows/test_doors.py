@@ -52,6 +52,14 @@ class Doors(House):
 
     def __enter__(self) -> Doors:
         super().__enter__()
+        try:
+            self.furnish()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def furnish(self) -> None:
         for name in ("watch-verifier", "serve"):
             # Told by nobody but the tests.
             httpx.patch(f"{self.api}/deployments/{self.deployment(name)}", json={"paused": True}, timeout=30).raise_for_status()
@@ -65,7 +73,6 @@ class Doors(House):
         self.registry.set_alias("drafter.tiny", "candidate", 1)
         location = self.registry.client.get_model_version_download_uri("drafter.tiny", "2")
         shutil.rmtree(self.root / ".run" / "artifacts" / location.removeprefix("mlflow-artifacts:/"))
-        return self
 
     @property
     def supervisor(self) -> Supervisor:
