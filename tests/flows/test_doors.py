@@ -5,6 +5,7 @@ One house for all. Those that look at what has not changed come first.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -283,3 +284,45 @@ def test_up_says_where_everything_is(house: Doors) -> None:
     print(f"\n{said}")
     for text in (house.mlflow, house.api, house.environment["SERVE_PORT"], "python -m flows.verifiers add tiny", "make down"):
         assert text in said
+
+
+GRAPH = """stages:
+  register:
+    cmd: python produce.py
+    deps: [produce.py]
+    outs: [outputs/train/drafter]
+"""
+PRODUCE = """import json, pathlib
+for path, text in {files!r}.items():
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).write_text(text)
+"""
+
+
+def test_data_goes_to_the_default_remote_and_a_remote_that_is_away_loses_no_version(house: Doors, tiny_verifier: Path) -> None:
+    """A run of a graph of one cheap stage, whose version is registered already."""
+    digest = compute_identity(tiny_verifier).digest
+    version = {"name": "drafter.tiny", "version": 1, "verifier": digest}
+    files = {
+        "outputs/train/drafter": "data",
+        "outputs/register/version.json": json.dumps(version),
+        "outputs/gate/report.json": "{}",
+        "outputs/evaluate/report.md": "nothing",
+    }
+    (house.root / "dvc.yaml").write_text(GRAPH)
+    (house.root / "produce.py").write_text(PRODUCE.format(files=files))
+    store = house.root.parent / "store"
+    for url, says in (("../store", "pushed to the default DVC remote"), (f"http://127.0.0.1:{free_port()}/store", "dvc push to remote 'store': ")):
+        house.do("dvc", "remote", "add", "-q", "-f", "-d", "store", url)
+        # Else there is nothing to push.
+        (house.root / "produce.py").write_text(PRODUCE.format(files=files | {"outputs/train/drafter": url}))
+        house.do("git", "add", "-A")
+        house.do("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", url)
+        run = house.ask_for("retrain", {"verifier": "tiny"})
+        state = house.ended(run, 240)
+        assert state["state_type"] == "COMPLETED", house.run_logs(run)
+        line = next(line for line in house.run_logs(run).splitlines() if says in line)
+        print(f"\n{line}")
+    assert "version 1 is registered" in line
+    assert [path.read_text() for path in store.rglob("*") if path.is_file()] == ["../store"]
+    house.until("a champion", lambda: house.aliases()["drafter.tiny"].get("champion") == "1", 240)
