@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from flows.registry import SERVING
@@ -63,7 +62,7 @@ class Doors(House):
     def furnish(self) -> None:
         for name in ("watch-verifier", "serve"):
             # Told by nobody but the tests.
-            httpx.patch(f"{self.api}/deployments/{self.deployment(name)}", json={"paused": True}, timeout=30).raise_for_status()
+            self.call("PATCH", f"/deployments/{self.deployment(name)}", {"paused": True})
         verifier = self.root / "models" / "tiny"
         version, _ = self.registry.register_verifier("tiny", compute_identity(verifier), str(verifier), "as-is")
         self.registry.set_alias("verifier.tiny", SERVING, version.version)
@@ -83,15 +82,14 @@ class Doors(House):
         return self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
 
     def deployment(self, flow: str) -> str:
-        return str(httpx.get(f"{self.api}/deployments/name/{flow}/default", timeout=30).raise_for_status().json()["id"])
+        return str(self.call("GET", f"/deployments/name/{flow}/default")["id"])
 
     def ask_for(self, flow: str, parameters: dict[str, Any]) -> str:
         """Have a run made, as `prefect deployment run` does; its id."""
-        url = f"{self.api}/deployments/{self.deployment(flow)}/create_flow_run"
-        return str(httpx.post(url, json={"parameters": parameters}, timeout=30).raise_for_status().json()["id"])
+        return str(self.call("POST", f"/deployments/{self.deployment(flow)}/create_flow_run", {"parameters": parameters})["id"])
 
     def run_logs(self, run: str) -> str:
-        found = httpx.post(f"{self.api}/logs/filter", json={"logs": {"flow_run_id": {"any_": [run]}}}, timeout=30).raise_for_status().json()
+        found = self.call("POST", "/logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})
         return "\n".join(entry["message"] for entry in found)
 
     def message(self, run: str) -> str:
