@@ -77,9 +77,13 @@ def up(root: Path) -> None:
         done = _supervisor("supervisord", root)
         if done.returncode != 0:
             raise FlowError(f"supervisord did not start: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    supervisor = Supervisor(root / ".run" / "supervisor.sock")
+    for name in ("mlflow", "prefect", "worker"):
+        # One that was stopped, or has been given up on.
+        supervisor.start(name)
     for what, url in (("mlflow", f"{values[TRACKING]}/health"), ("prefect", f"{values['PREFECT_API_URL']}/health")):
         print(f"waiting for {what} ...", flush=True)
-        _wait(what, url, root)
+        _wait(supervisor, what, url, root)
     print("deploying the flows ...", flush=True)
     _prefect(root, "work-pool", "create", POOL, "--type", "process", "--overwrite")
     _prefect(root, "deploy", "--all")
@@ -93,10 +97,9 @@ def _require_free_ports(ports: dict[str, int]) -> None:
         require_free_port(HOST, number, name)
 
 
-def _wait(what: str, url: str, root: Path) -> None:
+def _wait(supervisor: Supervisor, what: str, url: str, root: Path) -> None:
     """Return once a server answers. Raises FlowError: it has ended (supervisord would start it again and again), or does not in time."""
     deadline = time.monotonic() + HEALTHY_SECONDS
-    supervisor = Supervisor(root / ".run" / "supervisor.sock")
     started = 0
     while True:
         try:
