@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from flows.errors import FlowError
@@ -11,6 +12,9 @@ from stages.params import PARAMS_FILE, Params, read_params
 
 ROOT = "DRAFTLINE_ROOT"
 TRACKING = "MLFLOW_TRACKING_URI"
+SERVE_PORT = "SERVE_PORT"
+BASE_PORT = 8000
+"""Where the first verifier's users ask, unless SERVE_PORT says otherwise."""
 
 
 def repository() -> Path:
@@ -34,3 +38,21 @@ def registry() -> Registry:
     """The registry, connected. Raises FlowError, TrackingError."""
     params = read_params(repository() / PARAMS_FILE)
     return Registry(tracking_uri(params), params.mlflow.experiment)
+
+
+def port(name: str, default: int) -> int:
+    """A TCP port that the environment may set. Raises FlowError: not one."""
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise FlowError(f"{name} = {text!r}: not a TCP port (1 to 65535)")
+    return int(text)
+
+
+def require_free_port(host: str, number: int, name: str) -> None:
+    """Raises FlowError if something listens on a port; `name`: what sets it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probing:
+        probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probing.bind((host, number))
+        except OSError as error:
+            raise FlowError(f"{host}:{number}: {error.strerror or error}; set {name} to another port, or end what listens there") from None

@@ -37,10 +37,8 @@ Overrides: Any = optional(Params, "Overrides")
 
 
 def given(overrides: BaseModel) -> dict[str, Any]:
-    """The values that were given, section by section."""
-    return {
-        name: given(value) if isinstance(value, BaseModel) else value for name, value in overrides if name in overrides.model_fields_set and value is not None
-    }
+    """The values that were given, section by section; a null that was given is a value."""
+    return {name: given(value) if isinstance(value, BaseModel) else value for name, value in overrides if name in overrides.model_fields_set}
 
 
 def write_run_params(base: Path, path: Path, *layers: BaseModel) -> Params:

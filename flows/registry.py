@@ -13,14 +13,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.errors import FlowError
-from stages.artifacts import canonical_json, file_table
+from stages.artifacts import canonical_json
 from stages.errors import PairError
 from stages.pairing.identity import VerifierIdentity
 from stages.pairing.lock import require_pair
-from stages.tracking import connect, experiment_id, tracking_errors
+from stages.serving.fetch import VersionError, bring
+from stages.tracking import TrackingError, connect, experiment_id, tracking_errors
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -52,7 +53,6 @@ class DrafterVersion:
     verifier: str
     gate: str
     acceptance_length: float
-    files: dict[str, Any]
     aliases: tuple[str, ...]
 
 
@@ -140,27 +140,25 @@ class Registry:
 
         Raises:
             FlowError: missing or altered artifacts, a gate that did not pass, or a drafter of another verifier.
+            TrackingError: the registry cannot be asked.
         """
-        import mlflow
-
         label = f"{drafter.name} version {drafter.version}"
         if drafter.gate != "pass":
             raise FlowError(f"{label}: gate = {drafter.gate!r}: only drafters that passed it are served")
+        with tracking_errors(self.uri):
+            source = self.client.get_model_version_download_uri(drafter.name, str(drafter.version))
         with tempfile.TemporaryDirectory(prefix="draftline-verify-") as scratch:
-            with tracking_errors(self.uri):
-                location = self.client.get_model_version_download_uri(drafter.name, str(drafter.version))
-                try:
-                    stored = Path(mlflow.artifacts.download_artifacts(artifact_uri=location, dst_path=scratch, tracking_uri=self.uri))
-                except OSError as error:
-                    raise FlowError(f"{label}: its artifacts are missing: {error}") from None
-            table = file_table(stored) if stored.is_dir() else {}
-            wrong = sorted(path for path, entry in drafter.files.items() if table.get(path) != entry)
-            if wrong or not drafter.files:
-                raise FlowError(f"{label}: {wrong[0] if wrong else 'files'} is missing or altered")
+            stored = Path(scratch)
             try:
+                bring(self.uri, source, stored, label, drafter.content)
                 require_pair(stored, identity)
+            except VersionError as error:
+                raise FlowError(str(error).replace(f"{stored}/", "")) from None
             except PairError as error:
                 raise FlowError(f"{label}: {error}") from None
+            except OSError as error:
+                # A full disk says nothing about the drafter.
+                raise TrackingError(f"{label}: its files cannot be brought here: {error.strerror or error}") from None
 
     def _ensure_model(self, model: str) -> None:
         from mlflow.exceptions import MlflowException
@@ -208,7 +206,6 @@ def _drafter(version: ModelVersion, aliases: dict[str, int]) -> DrafterVersion |
             tags["verifier"],
             tags["gate"],
             float(tags["acceptance_length"]),
-            json.loads(tags["files"]),
             tuple(sorted(alias for alias, of in aliases.items() if of == number)),
         )
     except (KeyError, ValueError):

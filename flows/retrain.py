@@ -21,7 +21,7 @@ from flows.errors import FlowError
 from flows.graph import stage_names
 from flows.parameters import Overrides, write_run_params
 from flows.promote import wanted
-from flows.registry import CANDIDATE, CHAMPION
+from flows.registry import CANDIDATE, CHAMPION, Registry
 from flows.runs import start_promote
 from flows.stage_run import run_stage
 from flows.workspace import RECORDS, claimed, commit, ensure, push_data
@@ -68,11 +68,12 @@ def retrain(
     name = verifier or base.verifier.name
     if overrides.verifier is not None and overrides.verifier.name not in (None, name):
         raise FlowError(f"parameters: verifier = {name!r} and overrides.verifier.name = {overrides.verifier.name!r} differ")
+    known = registry()
     logger.info("retraining the drafter of %s: %s", name, reason)
     with claimed(root, name, busy, wait_seconds):
         folder = ensure(root, name)
         fixed = Overrides.model_validate({"verifier": {"name": name}, "mlflow": {"tracking_uri": uri}})
-        write_run_params(root / PARAMS_FILE, folder / PARAMS_FILE, registered_source(name), overrides, fixed)
+        write_run_params(root / PARAMS_FILE, folder / PARAMS_FILE, registered_source(known, name), overrides, fixed)
         commit(folder, f"Parameters of a run for {name}: {reason}", PARAMS_FILE.name)
         ran = []
         for stage in stage_names(folder):
@@ -82,15 +83,19 @@ def retrain(
         version: dict[str, Any] = read_json(folder / "outputs" / "register" / "version.json")
         commit(folder, f"{version['name']} version {version['version']}", *RECORDS)
         publish_reports(folder, uri, version)
-        if push_data(folder):
-            logger.info("pushed to the default DVC remote")
-    offer(name, version)
+        # It is registered: nothing that becomes of the data may keep it from being served.
+        offer(name, version)
+        try:
+            if push_data(root, folder):
+                logger.info("pushed to the default DVC remote")
+        except FlowError as error:
+            logger.warning("%s; version %s is registered, its data is on this machine alone (dvc push in %s sends it)", error, version["version"], folder)
     return {"version": version, "ran": ran}
 
 
-def registered_source(name: str) -> BaseModel:
+def registered_source(known: Registry, name: str) -> BaseModel:
     """Where the verifier that is to be served comes from; nothing where none is registered: then it is params.yaml's."""
-    serving = registry().serving_verifier(name)
+    serving = known.serving_verifier(name)
     found = {"verifier": {"source": serving.source, "quantization": serving.quantization}} if serving is not None else {}
     return cast(BaseModel, Overrides.model_validate(found))
 

@@ -1,19 +1,37 @@
-"""Runs that flows ask for: each is found again by its tags, and made once however often it is asked for."""
+"""Runs that flows ask for: each is found again by its tags, and made once however often it is asked for. And whether one would ever start."""
 
 from __future__ import annotations
 
-from prefect.client.orchestration import get_client
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, StateType, WorkPoolStatus
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 
 from flows.decision import Attempts
+from flows.errors import FlowError
 from flows.registry import DrafterVersion, VerifierVersion
 
 RETRAIN = "retrain/default"
 PROMOTE = "promote/default"
+DEPLOYED = ("watch-verifier/default", RETRAIN, PROMOTE, "serve/default")
 FAILED = (StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+
+
+@contextmanager
+def _prefect() -> Iterator[SyncPrefectClient]:
+    """Prefect's server, to be asked inside the block. Raises FlowError: it does not answer."""
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise FlowError(f"Prefect does not answer at {PREFECT_API_URL.value()} (PREFECT_API_URL): {' '.join(str(error).split())}") from None
 
 
 def _tags(kind: str, verifier: VerifierVersion) -> list[str]:
@@ -22,13 +40,37 @@ def _tags(kind: str, verifier: VerifierVersion) -> list[str]:
 
 def _runs(tags: list[str]) -> list[FlowRun]:
     """The newest first."""
-    with get_client(sync_client=True) as client:
+    with _prefect() as client:
         return client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=tags)), sort=FlowRunSort.START_TIME_DESC)
 
 
 def last_run(name: str) -> FlowRun | None:
     """The newest retrain run for a verifier, of any identity."""
     return next(iter(_runs([RETRAIN, f"verifier:{name}"])), None)
+
+
+def unready() -> str | None:
+    """Why runs that are asked for would not start; None: a worker takes them. Prefect takes a run without a word that nothing will ever start.
+
+    Raises:
+        FlowError: Prefect does not answer.
+    """
+    pools = set()
+    with _prefect() as client:
+        for name in DEPLOYED:
+            try:
+                deployment = client.read_deployment_by_name(name)
+            except ObjectNotFound:
+                return f"{name} is not deployed; deploy the flows (make up, or prefect deploy --all)"
+            if deployment.work_pool_name is None:
+                return f"the work pool of {name} was deleted: its runs stay scheduled; deploy the flows anew (make up, or prefect deploy --all)"
+            pools.add(deployment.work_pool_name)
+        for pool in sorted(pools):
+            status = client.read_work_pool(pool).status
+            if status is not WorkPoolStatus.READY:
+                why = "is paused" if status is WorkPoolStatus.PAUSED else "has no worker"
+                return f"work pool {pool} {why}: runs stay scheduled until one takes them (make up, or prefect worker start --pool {pool})"
+    return None
 
 
 def _attempts(tags: list[str]) -> Attempts:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from prefect import flow, get_run_logger
 from prefect.events import emit_event
 
-from flows.context import registry, repository
+from flows.context import BASE_PORT, SERVE_PORT, port, registry, repository
 from flows.errors import FlowError
 from flows.serving.places import Places
-from flows.serving.reconcile import Reconciler, base_port
+from flows.serving.reconcile import Reconciler
 from stages.errors import DraftlineError
 
 FAILED = "draftline.serving.failed"
@@ -36,7 +36,7 @@ def serve(verifier: str | None = None, renew: bool = False) -> dict[str, str]:
     names = list(known.verifiers())
     if verifier is not None and verifier not in names:
         raise FlowError(f"verifier.{verifier} is not registered; known: {', '.join(sorted(names)) or 'none'}")
-    reconciler = Reconciler(known, Places(repository()), base_port(), say=logger.info)
+    reconciler = Reconciler(known, Places(repository()), port(SERVE_PORT, BASE_PORT), say=logger.info)
     done, failed = {}, []
     for name in [verifier] if verifier is not None else names:
         try:

@@ -8,20 +8,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import httpx
-
 from flows.context import registry, repository
 from flows.decision import what_changed
+from flows.errors import FlowError
 from flows.promotion import ALIASES
 from flows.registry import CHAMPION, DrafterVersion, Registry
-from flows.runs import last_run
+from flows.runs import last_run, unready
 from flows.serving.places import Places
 from flows.serving.state import read_state
 from stages.errors import DraftlineError
 
 
-def lines(known: Registry, name: str) -> Iterator[str]:
-    """The state of one verifier, a line each."""
+def lines(known: Registry, name: str, asked: bool) -> Iterator[str]:
+    """The state of one verifier, a line each; `asked`: whether Prefect can be."""
     serving = known.serving_verifier(name)
     yield f"{name}"
     if serving is None:
@@ -37,7 +36,7 @@ def lines(known: Registry, name: str) -> Iterator[str]:
     yield f"  served     {f'{live.target}, on {live.host}:{live.port} by {live.engine}' if live is not None else '-'}"
     for alias, drafter in found.items():
         yield f"  {alias:<10} {_label(drafter)}"
-    yield f"  last run   {_last_run(name)}"
+    yield f"  last run   {_last_run(name) if asked else 'unknown'}"
     if live is not None and live.refused is not None:
         yield f"  refused    {live.refused.reason}"
     if serving is not None and (champion is None or champion.verifier != serving.digest):
@@ -52,24 +51,32 @@ def _label(drafter: DrafterVersion | None) -> str:
 
 
 def _last_run(name: str) -> str:
-    try:
-        run = last_run(name)
-    except (httpx.HTTPError, OSError, RuntimeError) as error:
-        return f"unknown: Prefect does not answer ({' '.join(str(error).split())})"
+    run = last_run(name)
     if run is None:
         return "none was made by watch-verifier"
     when = run.start_time or run.expected_start_time
     return f"{run.name}: {run.state_name}" + (f", {when:%Y-%m-%d %H:%M} UTC" if when is not None else "")
 
 
+def _prefect() -> tuple[bool, str | None]:
+    """Whether Prefect answers, and why flows do not run, if so."""
+    try:
+        return True, unready()
+    except FlowError as error:
+        return False, str(error)
+
+
 def main() -> int:
     try:
         known = registry()
         names = list(known.verifiers())
+        answers, why = _prefect()
         for name in names:
-            print("\n".join(lines(known, name)))
+            print("\n".join(lines(known, name, answers)))
         if not names:
             print("no verifier is registered (python -m flows.verifiers add)")
+        if why is not None:
+            print(f"flows do not run: {why}")
     except DraftlineError as error:
         print(f"draftline status: {error}", file=sys.stderr)
         return 1

@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from flows.context import registry, repository, tracking_uri
+from flows.errors import FlowError
 from flows.parameters import Overrides, write_run_params
 from flows.registry import SERVING, VerifierVersion
 from flows.stage_run import run_stage
@@ -56,11 +58,26 @@ def _absolute(root: Path, source: str) -> str:
     return source if ":" in source else str((root / source).absolute())
 
 
-def announce(version: VerifierVersion) -> None:
-    """Tell Prefect, if it is there: the schedule will notice in any case."""
+def announce(name: str, payload: dict[str, Any]) -> str | None:
+    """Tell Prefect that there is something new about a verifier; why nothing will come of it for now, if so.
+
+    Raises:
+        FlowError: Prefect does not answer. (The schedule will notice, once it does.)
+    """
     from prefect.events import emit_event
 
-    emit_event(REGISTERED, resource={"prefect.resource.id": f"draftline.verifier.{version.name}"}, payload={"version": version.version})
+    from flows.runs import unready
+
+    why = unready()
+    emit_event(REGISTERED, resource={"prefect.resource.id": f"draftline.verifier.{name}"}, payload=payload)
+    return why
+
+
+def _told(version: VerifierVersion) -> str | None:
+    try:
+        return announce(version.name, {"version": version.version})
+    except FlowError as error:
+        return str(error)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,8 +102,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         version, new = add(options.name, options.source, options.quantization, options.serve)
         print(f"verifier.{version.name} version {version.version}{'' if new else ' (known already)'}: {version.digest[:12]}")
-        if options.serve:
-            announce(version)
+        if options.serve and (why := _told(version)) is not None:
+            print(f"draftline verifiers: registered, but flows do not run: {why}", file=sys.stderr)
     except DraftlineError as error:
         print(f"draftline verifiers: {error}", file=sys.stderr)
         return 1

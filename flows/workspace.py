@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flows.errors import BusyError, FlowError
 
@@ -109,13 +109,23 @@ def commit(folder: Path, message: str, *paths: str) -> str | None:
     return git(folder, "rev-parse", "HEAD").strip()
 
 
-def push_data(folder: Path) -> bool:
-    """`dvc push`, where the repository has a default remote; whether it has."""
+def push_data(repository: Path, folder: Path) -> bool:
+    """`dvc push` of a workspace's results to the repository's default remote; whether it has one.
+
+    Raises:
+        FlowError: the remote does not take them.
+    """
+    from dvc.config import Config
     from dvc.repo import Repo
 
-    with Repo(str(folder)) as repository:
-        settings: dict[str, Any] = repository.config.get("core", {})
-        if not settings.get("remote"):
-            return False
-        repository.push()
-        return True
+    # As the repository sees them: with its config.local, which a workspace has not, and relative paths from where it is.
+    config = Config(str(repository / ".dvc"))
+    name = config["core"].get("remote")
+    if not name:
+        return False
+    try:
+        with Repo(str(folder), config={"core": {"remote": name}, "remote": config["remote"]}) as workspace:
+            workspace.push()
+    except Exception as error:  # A remote's library raises what it likes.
+        raise FlowError(f"dvc push to remote {name!r}: {' '.join(str(error).split()) or type(error).__name__}") from None
+    return True

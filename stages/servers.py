@@ -6,11 +6,12 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,6 +111,16 @@ def cause(log: Path) -> str:
             # pydantic says what is wrong on the lines after its headline.
             found = " ".join([found, *(detail for detail in lines[number + 1 : number + 3] if not detail.startswith("For further information"))])
     return found
+
+
+def free_port(taken: Container[int] = ()) -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on, and none of `taken`."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            return port
 
 
 def get(url: str, seconds: float) -> str:

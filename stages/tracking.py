@@ -26,6 +26,8 @@ ARTIFACTS = Path("mlartifacts")
 """Where a client that talks to a database itself, without a server, keeps artifacts."""
 
 PROBE_SECONDS = 5.0
+GATEWAY_ERRORS = (502, 503, 504)
+MEND = "start the server (make up starts one on this machine), or correct the address (MLFLOW_TRACKING_URI, or the key)"
 DEFAULT_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -47,9 +49,13 @@ def _sqlite_file(uri: str) -> Path | None:
     return Path(rest.partition("?")[0]) if scheme.partition("+")[0] == "sqlite" and rest else None
 
 
-def _probe(uri: str) -> None:
-    """Refuse a URI that MLflow would try in vain for minutes."""
-    where = f"mlflow.tracking_uri = {redacted(uri)!r}"
+def probe(uri: str, name: str = "mlflow.tracking_uri") -> None:
+    """Refuse a place that MLflow would try in vain for minutes. (`name`: of the setting.)
+
+    Raises:
+        TrackingError: it cannot be reached, or is none.
+    """
+    where = f"{name} = {redacted(uri)!r}"
     database = _sqlite_file(uri)
     if database is not None:
         if not database.parent.is_dir():
@@ -70,7 +76,47 @@ def _probe(uri: str) -> None:
     try:
         socket.create_connection((parts.hostname, parts.port or DEFAULT_PORTS[scheme]), timeout=PROBE_SECONDS).close()
     except (OSError, ValueError) as error:
-        raise TrackingError(f"{where}: cannot connect: {error}") from None
+        raise TrackingError(f"{where}: cannot connect: {error}{f'; {MEND}' if scheme.startswith('http') else ''}") from None
+    if scheme.startswith("http"):
+        _probe_server(uri, where)
+    else:
+        _probe_database(uri, where)
+
+
+def _probe_server(uri: str, where: str) -> None:
+    """Refuse a server that takes connections and says nothing, and a proxy with no server behind it: MLflow would ask them again and again."""
+    import requests
+
+    try:
+        status = requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS, allow_redirects=False).status_code
+    except requests.exceptions.SSLError:
+        # MLflow has settings of its own for certificates.
+        return
+    except requests.Timeout:
+        raise TrackingError(f"{where}: it takes connections, but has not answered within {PROBE_SECONDS:g} s; {MEND}") from None
+    except requests.RequestException as error:
+        raise TrackingError(f"{where}: no answer: {_first_line(error)}; {MEND}") from None
+    if status in GATEWAY_ERRORS:
+        raise TrackingError(f"{where}: HTTP {status}: there is no server behind it; {MEND}")
+
+
+def _probe_database(uri: str, where: str) -> None:
+    """Refuse a database that lets nobody in, or whose driver is not installed."""
+    import sqlalchemy
+
+    bound = {} if uri.startswith("mssql") else {"connect_timeout": int(PROBE_SECONDS)}
+    try:
+        engine = sqlalchemy.create_engine(uri, connect_args=bound)
+        engine.connect().close()
+        engine.dispose()
+    except ImportError as error:
+        raise TrackingError(f"{where}: the database's driver is not installed: {error} (PostgreSQL: pip install 'psycopg[binary]')") from None
+    except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
+        raise TrackingError(f"{where}: {_first_line(getattr(error, 'orig', None) or error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
@@ -83,8 +129,7 @@ def tracking_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, requests.RequestException, SQLAlchemyError) as error:
-        text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise TrackingError(f"mlflow.tracking_uri = {redacted(uri)!r}: {text}") from error
+        raise TrackingError(f"mlflow.tracking_uri = {redacted(uri)!r}: {_first_line(error)}") from error
 
 
 def connect(uri: str) -> MlflowClient:
@@ -93,9 +138,11 @@ def connect(uri: str) -> MlflowClient:
     Raises:
         TrackingError: unreachable, or not a place that MLflow can use.
     """
-    _probe(uri)
-    # Read by MLflow per request: together they bound a server that accepts and then says nothing.
+    probe(uri)
+    # Read by MLflow per request. A server that goes away is asked again for some eight seconds (by default, for four minutes), and one
+    # that falls silent is waited for.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     # A new database is announced by forty lines of migrations.
     for name in ("alembic", "mlflow.store.db.utils"):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import socket
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -33,16 +31,6 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 def url(port: int) -> str:
     return f"http://{HOST}:{port}"
-
-
-def free_port(taken: Iterable[int]) -> int:
-    """A port that nothing listens on, and that no known engine will listen on once it is up again."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-        if port not in set(taken):
-            return port
 
 
 def new_name(verifier: str, target: Target) -> str:

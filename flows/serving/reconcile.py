@@ -8,9 +8,7 @@ the engines that no record names, so the next run begins where this one was.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flows.context import BASE_PORT, SERVE_PORT, require_free_port
 from flows.errors import FlowError
 from flows.registry import Registry
 from flows.serving import smoke
 from flows.serving.desired import Desired, desired, steps
-from flows.serving.engines import HOST, POLL_SECONDS, PREFIX, Engines, free_port, new_name, url
+from flows.serving.engines import HOST, POLL_SECONDS, PREFIX, Engines, new_name, url
 from flows.serving.models import drafter_files, engine_bytes, require_memory, verifier_files
 from flows.serving.places import Places
 from flows.serving.proxy import Proxy, haproxy
@@ -34,10 +33,9 @@ from stages.decoding.speculative import Device, installed_device
 from stages.errors import DraftlineError
 from stages.params import PARAMS_FILE, Params, read_params
 from stages.process import output_lock
+from stages.servers import free_port
 from stages.serving.plan import build_plan
 
-SERVE_PORT = "SERVE_PORT"
-BASE_PORT = 8000
 DRAIN_SECONDS = 600
 BUSY_SECONDS = 5.0
 KEPT_LOGS = 10
@@ -48,14 +46,6 @@ PlanBuilder = Callable[[Params, Device, Path, Path | None, dict[str, Any] | None
 
 class PairDiffersError(FlowError):
     """A pair answers otherwise than its verifier alone."""
-
-
-def base_port() -> int:
-    """The first verifier's port: `SERVE_PORT`, or 8000. Raises FlowError: not a port."""
-    text = os.environ.get(SERVE_PORT, str(BASE_PORT))
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise FlowError(f"{SERVE_PORT} = {text!r}: not a TCP port (1 to 65535)")
-    return int(text)
 
 
 @dataclass
@@ -232,12 +222,7 @@ class Reconciler:
             return host, before.port
         taken = {state.port for state in all_states(self.places)}
         port = next(port for port in range(self.port, 65536) if port not in taken)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise FlowError(f"{host}:{port}: {error.strerror or error}; set {SERVE_PORT} to another port, or end what listens there") from None
+        require_free_port(host, port, SERVE_PORT)
         return host, port
 
     # What no record names.

@@ -14,7 +14,7 @@ from typing import Any
 from stages.decoding.speculative import Device, installed_device
 from stages.environment import EAGER, ENGINE, LOCAL, THREADS
 from stages.hidden_states.mooncake import ENVIRONMENT, load_library
-from stages.servers import ServerError, cause, start, stop, vllm_command, wait_until_healthy
+from stages.servers import ServerError, cause, free_port, start, stop, vllm_command, wait_until_healthy
 
 MODEL_NAME = "verifier"
 MASTER_SECONDS = 10.0
@@ -43,13 +43,6 @@ def server_command(engine: Mapping[str, Any], host: str, port: int) -> tuple[lis
         del arguments["kv_cache_memory_bytes"]
     argv = [*vllm_command(device, model), "--served-model-name", MODEL_NAME, "--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
     return [*argv, *flags(arguments)], ENGINE | LOCAL | ENVIRONMENT | (THREADS | EAGER if device == "cpu" else {})
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Running:

@@ -24,7 +24,7 @@ from stages.hidden_states.envelope import plan_origin
 from stages.hidden_states.format import HiddenSample, Plan, data_digest
 from stages.hidden_states.launch import EXTRA_POSITIONS, engine_arguments
 from stages.hidden_states.producer import ProducerConfig
-from stages.hidden_states.server import extracting_server, free_port, mooncake_master, server_command
+from stages.hidden_states.server import extracting_server, mooncake_master, server_command
 from stages.hidden_states.shards import FORMAT, REDO, open_dump
 from stages.hidden_states.spool import file_system, memory_spool
 from stages.hidden_states.stores import Store, StoreError
@@ -32,6 +32,7 @@ from stages.hidden_states.stream import Pace, Stream
 from stages.hidden_states.transport import Transport, open_store
 from stages.params import Extraction
 from stages.params_file import describe
+from stages.servers import free_port
 
 LOGS = "stream"
 CACHE = "cache"

@@ -70,15 +70,37 @@ def _source(uri: str, registered: dict[str, Any]) -> str:
 
 
 def _download(uri: str, source: str, directory: Path) -> None:
-    """Download all files below `source` into `directory`."""
+    """Download all files below `source` into `directory`. Raises ArtifactError: there are none; TrackingError."""
     import mlflow
 
     with tracking_errors(uri):
+        # A server's answer to a download of what is gone looks like that of one with a fault; its list of files does not.
+        if not mlflow.artifacts.list_artifacts(artifact_uri=source, tracking_uri=uri):
+            raise ArtifactError(f"there are no files at {source}")
         got = Path(mlflow.artifacts.download_artifacts(artifact_uri=source, dst_path=str(directory), tracking_uri=uri))
     if got != directory:
         for entry in got.iterdir():
             entry.rename(directory / entry.name)
         got.rmdir()
+
+
+def bring(uri: str, source: str, directory: Path, label: str, content: str) -> None:
+    """Download a registered checkpoint into the empty `directory` and hold it against its content digest.
+
+    Args:
+        source: where the registry keeps its files.
+        label: the version, for messages.
+    Raises:
+        VersionError: its files are missing, truncated or altered.
+        TrackingError: the registry cannot be asked.
+    """
+    try:
+        _download(uri, source, directory)
+        _check(directory, content)
+    except (ArtifactError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        raise VersionError(f"{label}: its files in the registry are damaged or missing: {error}") from None
 
 
 def fetch(registered: dict[str, Any], served: Path = SERVED) -> Path:
@@ -107,13 +129,7 @@ def fetch(registered: dict[str, Any], served: Path = SERVED) -> Path:
         return directory
     if not complete:
         with staged_directory(directory) as temporary:
-            try:
-                _download(uri, source, temporary)
-                _check(temporary, registered["content"])
-            except (ArtifactError, TrackingError, OSError) as error:
-                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                    raise
-                raise VersionError(f"{_name(registered)}: its files in the registry are damaged or missing: {error}") from None
+            bring(uri, source, temporary, _name(registered), registered["content"])
     return directory
 
 

@@ -32,10 +32,11 @@ from stages.hidden_states.engines import Engines
 from stages.hidden_states.format import Plan
 from stages.hidden_states.launch import EXTRA_POSITIONS, engine_arguments
 from stages.hidden_states.producer import ProducerConfig
-from stages.hidden_states.server import extracting_server, free_port, mooncake_master, server_command
+from stages.hidden_states.server import extracting_server, mooncake_master, server_command
 from stages.hidden_states.spool import SHARED_MEMORY, SPOOL_PREFIX, memory_spool
 from stages.hidden_states.stream import Pace, Stream
 from stages.hidden_states.transport import Transport, open_store
+from stages.servers import free_port
 from tests.benchmarks.variants import need_outputs
 from tests.hidden_states.samples import make_plan
 

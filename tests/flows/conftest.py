@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from flows.serving.reconcile import PlanBuilder
+from stages.servers import free_port
 from stages.tracking import connect
-from tests.flows.site import Site, unused_port
+from tests.flows.site import Site
 
 
 @pytest.fixture(scope="module")
@@ -35,5 +36,5 @@ def site(build: PlanBuilder | None, database: Path, monkeypatch: pytest.MonkeyPa
     with tempfile.TemporaryDirectory(prefix="dl-") as folder:
         monkeypatch.chdir(folder)
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        with Site(Path(folder).resolve(), database, unused_port(), build) as found:
+        with Site(Path(folder).resolve(), database, free_port(), build) as found:
             yield found

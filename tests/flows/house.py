@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from flows.registry import Registry
-from stages.hidden_states.server import free_port
+from stages.servers import free_port
 from tests.pipeline.clone import Clone
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -35,7 +35,7 @@ class House:
 
     def __enter__(self) -> House:
         try:
-            self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
+            self.do(sys.executable, "-m", "flows.local", "up", seconds=600)
             if self.without is not None:
                 self.do("prefect", "--no-prompt", "deployment", "delete", f"{self.without}/default")
         except BaseException:
@@ -63,13 +63,23 @@ class House:
     def registry(self) -> Registry:
         return Registry(self.mlflow, "draftline")
 
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Ask Prefect's API. A busy machine's answers 503 now and then: its database was locked."""
+        deadline = time.monotonic() + 60
+        while True:
+            answer = httpx.request(method, f"{self.api}{path}", json=body, timeout=60)
+            if answer.status_code != 503 or time.monotonic() > deadline:
+                answer.raise_for_status()
+                return answer.json() if answer.content else None
+            time.sleep(1)
+
     def flow_runs(self, deployment: str) -> list[dict[str, Any]]:
         """All runs of `<flow>/default`, oldest first."""
         body = {"flows": {"name": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        return list(httpx.post(f"{self.api}/flow_runs/filter", json=body, timeout=30).raise_for_status().json())
+        return list(self.call("POST", "/flow_runs/filter", body))
 
     def artifacts(self) -> set[str]:
-        found = httpx.post(f"{self.api}/artifacts/filter", json={}, timeout=30).raise_for_status().json()
+        found = self.call("POST", "/artifacts/filter", {})
         return {str(item["key"]) for item in found}
 
     def until(self, what: str, look: Callable[[], Any], seconds: float, pause: float = 0.1) -> Any:
@@ -82,17 +92,17 @@ class House:
         return found
 
     def flow_run(self, run: str) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.api}/flow_runs/{run}", timeout=30).raise_for_status().json())
+        return dict(self.call("GET", f"/flow_runs/{run}"))
 
     def resume(self, run: str) -> None:
         """What the button of Prefect's user interface does."""
-        answer = httpx.post(f"{self.api}/flow_runs/{run}/resume", json={}, timeout=30).raise_for_status().json()
+        answer = self.call("POST", f"/flow_runs/{run}/resume", {})
         assert answer["status"] == "ACCEPT", answer
 
     def completed_tasks(self, run: str) -> set[str]:
         """Names of a flow run's tasks that have completed."""
         body = {"flow_runs": {"id": {"any_": [run]}}, "task_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
-        return {str(task["name"]) for task in httpx.post(f"{self.api}/task_runs/filter", json=body, timeout=30).raise_for_status().json()}
+        return {str(task["name"]) for task in self.call("POST", "/task_runs/filter", body)}
 
     def kill_flow(self, run: str) -> None:
         """`kill -9` of the process that runs a flow, and of it alone."""

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -43,12 +42,6 @@ def tiny_plan(params: Params, device: str, verifier: Path, checkpoint: Path | No
         assert config is not None
         argv += ["--speculative-config", json.dumps({"model": str(checkpoint)})]
     return {"served_by": "engine", "argv": argv, "env": {}, "notes": []}
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def die(*_: object, **__: object) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.context import BASE_PORT, SERVE_PORT, port
 from flows.errors import FlowError
 from flows.serving.desired import steps
 from flows.serving.places import Places
 from flows.serving.proxy import render
-from flows.serving.reconcile import base_port
 from flows.serving.smoke import Answer, Token, is_near_tie
 from flows.serving.state import Refused, State, Target, read_state, write_state
 from flows.serving.supervisor import program_text
@@ -75,4 +75,4 @@ def test_a_program_s_command_survives_supervisord_s_and_the_shell_s_signs(tmp_pa
 def test_a_port_that_is_none_is_said(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_PORT", value)
     with pytest.raises(FlowError, match="SERVE_PORT = "):
-        base_port()
+        port(SERVE_PORT, BASE_PORT)

@@ -42,7 +42,6 @@ def drafter(**changed: Any) -> DrafterVersion:
         "verifier": "a" * 64,
         "gate": "pass",
         "acceptance_length": 1.5,
-        "files": {"model.safetensors": {"bytes": 1, "sha256": "0" * 64}},
         "aliases": (),
     }
     return DrafterVersion(**(fields | changed))

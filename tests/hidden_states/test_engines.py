@@ -16,7 +16,7 @@ from stages.hidden_states import engines as engines_module
 from stages.hidden_states.engines import EngineError, Engines, UnavailableError
 from stages.hidden_states.envelope import make_key
 from stages.hidden_states.receive import RefusedError
-from stages.hidden_states.server import free_port
+from stages.servers import free_port
 
 KEY = make_key("run", "1")
 MODELS = {"data": [{"id": "verifier", "max_model_len": 100}]}

@@ -18,8 +18,9 @@ from stages.hidden_states import mooncake as mooncake_module
 from stages.hidden_states.envelope import make_key
 from stages.hidden_states.mooncake import MooncakeStore, load_library, split_address
 from stages.hidden_states.receive import LateError, take
-from stages.hidden_states.server import Running, free_port
+from stages.hidden_states.server import Running
 from stages.hidden_states.stores import Store, StoreError, StoreFullError
+from stages.servers import free_port
 from tests.hidden_states.samples import make_origin, make_publisher
 from tests.paths import REPOSITORY
 

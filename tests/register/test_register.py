@@ -20,10 +20,11 @@ from mlflow import MlflowClient
 from stages.artifacts import MANIFEST, digest_json, file_table, read_json, read_manifest, write_json, write_manifest
 from stages.errors import ArtifactError, DraftlineError, PairError
 from stages.pairing.identity import read_identity
-from stages.process import end_process_tree
 from stages.register.__main__ import read_candidate
 from stages.register.registry import register
+from stages.servers import free_port
 from stages.tracking import TrackingError, connect, experiment_id, redacted
+from tests.mlflow_server import mlflow_server
 from tests.paths import REPOSITORY
 from tests.register.proven import write_evidence
 
@@ -244,36 +245,13 @@ class TestRepairs:
         assert client().get_run(version.run_id).info.status == "FINISHED"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, proven_template: Path) -> Iterator[str]:
     """A real `mlflow server` that keeps artifacts itself."""
     root = tmp_path_factory.mktemp("mlflow")
     shutil.copy(proven_template / "mlflow.db", root / "server.db")
-    uri = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", uri.rpartition(":")[2], "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{root}/server.db", "--artifacts-destination", str(root / "store")]
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=root, stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                connect(uri).search_experiments()
-                break
-            except TrackingError:
-                assert process.poll() is None, (root / "log").read_text()
-                assert time.monotonic() < deadline, (root / "log").read_text()
-                time.sleep(0.5)
+    with mlflow_server(root, f"sqlite:///{root}/server.db") as uri:
         yield uri
-    finally:
-        end_process_tree(process.pid)
-        process.wait()
 
 
 class TestServers:

@@ -25,10 +25,10 @@ from ruamel.yaml import YAML
 
 from stages.extract.__main__ import run as run_extract
 from stages.hidden_states.envelope import NOBODY
-from stages.hidden_states.server import free_port, master_command
+from stages.hidden_states.server import master_command
 from stages.params import Params, StageParams, read_params
 from stages.process import end_process_tree
-from stages.servers import start, stop, wait_until_healthy
+from stages.servers import free_port, start, stop, wait_until_healthy
 from stages.tracking import connect
 from tests.extract.workspace import make_workspace
 from tests.paths import REPOSITORY

@@ -37,8 +37,8 @@ from stages.hidden_states.envelope import Origin, plan_origin
 from stages.hidden_states.format import Plan
 from stages.hidden_states.publisher import Limits, Publisher
 from stages.hidden_states.receive import take
-from stages.hidden_states.server import free_port
 from stages.hidden_states.stores import FileStore, StoreFullError
+from stages.servers import free_port
 from tests.extract.workspace import last_line
 from tests.tiny import make_verifier
 from tests.train.streaming import (
