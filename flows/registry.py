@@ -142,6 +142,7 @@ class Registry:
             FlowError: missing or altered artifacts, a gate that did not pass, or a drafter of another verifier.
         """
         import mlflow
+        import requests
 
         label = f"{drafter.name} version {drafter.version}"
         if drafter.gate != "pass":
@@ -151,6 +152,9 @@ class Registry:
                 location = self.client.get_model_version_download_uri(drafter.name, str(drafter.version))
                 try:
                     stored = Path(mlflow.artifacts.download_artifacts(artifact_uri=location, dst_path=scratch, tracking_uri=self.uri))
+                except requests.RequestException:
+                    # An OSError, too: a server that goes while it sends says nothing about its artifacts.
+                    raise
                 except OSError as error:
                     raise FlowError(f"{label}: its artifacts are missing: {error}") from None
             table = file_table(stored) if stored.is_dir() else {}
