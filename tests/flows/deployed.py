@@ -37,11 +37,11 @@ def _run(walk: Walk, victim: str | None, name: str, **parameters: Any) -> str | 
     if victim is None:
         state = walk.site.flow_ended(run)
         # Its process, and what the flow has asked for, end a moment later.
-        walk.site.settle_flows()
+        walk.site.settle_flows(crashed=False)
         walk.tell(f"it is {state}")
         return state
     if victim == "flow" or walk.chance.random() < 0.8:
-        walk.site.until("the flow's process", lambda: walk.site.flow_processes() or walk.site.unended() == [], 120)
+        walk.site.until("the flow's process", lambda: walk.site.flow_processes() or walk.site.unended() == [], 300)
     time.sleep(walk.chance.uniform(0.0, 4.0))
     walk.tell(f"kill -9: {victim}")
     walk.counts[f"{victim} killed in a flow"] += 1
@@ -54,7 +54,7 @@ def _run(walk: Walk, victim: str | None, name: str, **parameters: Any) -> str | 
         walk.down.add(victim)
     # What is served is looked at while nothing is mended yet.
     walk.check()
-    walk.site.settle_flows()
+    walk.site.settle_flows(crashed=True)
     walk.needs(*SERVERS)
     return None
 

@@ -185,7 +185,8 @@ class Site:
 
     def ask(self, prompt: str = "hello") -> dict[str, Any]:
         body = {"model": NAME, "messages": [{"role": "user", "content": prompt}]}
-        answer: dict[str, Any] = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=20).raise_for_status().json()
+        # verify: loading certificates that nobody shows would be most of a question's time.
+        answer: dict[str, Any] = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=20, verify=False).raise_for_status().json()
         return answer
 
     def who(self) -> str:

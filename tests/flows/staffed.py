@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -27,7 +28,12 @@ from tests.paths import REPOSITORY
 SERVERS = ("mlflow", "prefect", "worker")
 UP_SECONDS = 300.0
 """For a killed server to answer again, on a machine that does something else too."""
+# Every question to Prefect would be a line of a failed test's report.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
 RUN_SECONDS = 400.0
+LOST_SECONDS = 30.0
+"""For a worker to begin what it should, or never."""
 
 
 class StaffedSite(Site):
@@ -73,8 +79,10 @@ class StaffedSite(Site):
             self.kill()
         # What a killed worker has left.
         for process in processes_in(self.root):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+            # (The tests themselves work there, too.)
+            if process.pid != os.getpid():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     # The servers.
 
@@ -120,16 +128,16 @@ class StaffedSite(Site):
     def start_flow(self, name: str, **parameters: Any) -> str:
         """Have a deployed flow run, as `prefect deployment run` does; the run's id."""
         if name not in self._deployments:
-            found = httpx.get(f"{self.api}/deployments/name/{name}/default", timeout=30).raise_for_status().json()
+            found = httpx.get(f"{self.api}/deployments/name/{name}/default", timeout=30, verify=False).raise_for_status().json()
             self._deployments[name] = found["id"]
         body = {"state": {"type": "SCHEDULED"}, "parameters": parameters}
-        made = httpx.post(f"{self.api}/deployments/{self._deployments[name]}/create_flow_run", json=body, timeout=30).raise_for_status().json()
+        made = httpx.post(f"{self.api}/deployments/{self._deployments[name]}/create_flow_run", json=body, timeout=30, verify=False).raise_for_status().json()
         return str(made["id"])
 
     def flow_state(self, run: str) -> str | None:
         """A run's state; None: Prefect does not answer."""
         try:
-            return str(httpx.get(f"{self.api}/flow_runs/{run}", timeout=10).raise_for_status().json()["state_type"])
+            return str(httpx.get(f"{self.api}/flow_runs/{run}", timeout=10, verify=False).raise_for_status().json()["state_type"])
         except httpx.HTTPError:
             return None
 
@@ -140,7 +148,7 @@ class StaffedSite(Site):
     def unended(self) -> list[str]:
         """Runs that have not ended, as far as Prefect knows."""
         body = {"flow_runs": {"state": {"type": {"not_any_": list(ENDED)}}}}
-        return [str(run["id"]) for run in httpx.post(f"{self.api}/flow_runs/filter", json=body, timeout=30).raise_for_status().json()]
+        return [str(run["id"]) for run in httpx.post(f"{self.api}/flow_runs/filter", json=body, timeout=30, verify=False).raise_for_status().json()]
 
     def flow_processes(self) -> list[psutil.Process]:
         """Processes that run flows, whosever children they are."""
@@ -151,18 +159,18 @@ class StaffedSite(Site):
                     found.append(process)
         return found
 
-    def settle_flows(self) -> None:
-        """After a crash: let what still runs end, and what no process runs any more be crashed, as its operator would say."""
+    def settle_flows(self, crashed: bool) -> None:
+        """Let all runs end. After a crash, what no process runs any more is said to be crashed, as its operator would say."""
         self.wait_for("prefect", "worker")
         deadline = time.monotonic() + RUN_SECONDS
-        lost: dict[str, float] = {}
+        idle_since: float | None = None
         while runs := self.unended():
             assert time.monotonic() < deadline, f"runs {runs} do not end"
-            if not self.flow_processes():
+            idle_since = None if self.flow_processes() else idle_since or time.monotonic()
+            # A run that the worker is just about to start has no process yet.
+            if crashed and idle_since is not None and time.monotonic() - idle_since > LOST_SECONDS:
                 for run in runs:
-                    # A run that the worker is just about to start has no process yet.
-                    if time.monotonic() - lost.setdefault(run, time.monotonic()) > 8.0:
-                        state = {"type": "CRASHED", "message": "its process was killed"}
-                        httpx.post(f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, timeout=30).raise_for_status()
+                    state = {"type": "CRASHED", "message": "its process was killed"}
+                    httpx.post(f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, timeout=30, verify=False).raise_for_status()
             time.sleep(0.5)
-        self.until("the end of all flows' processes", lambda: not self.flow_processes(), 60)
+        self.until("the end of all flows' processes", lambda: not self.flow_processes(), 120)

@@ -36,7 +36,7 @@ def verifiers(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def staffed(build: PlanBuilder | None, database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StaffedSite]:
     # Without its registry a run is to fail at once, and not when the registry is back.
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     # pytest's own folders have paths too long for sockets.

@@ -55,8 +55,8 @@ class Walk:
 
     kinds = (("good", 12), ("differs", 2), ("dies", 1), ("not gated", 2))
     """Drafters that are trained, and how often."""
-    killed_share = 0.1
-    reconciled_share = 0.5
+    killed_share = 0.08
+    reconciled_share = 0.35
     weights = (
         ("change_verifier", 4.0),
         ("train", 5.0),
@@ -74,7 +74,7 @@ class Walk:
         ("lose_mlflow", 0.4),
         ("crash_prefect", 0.3),
         ("crash_worker", 0.3),
-        ("deployed", 0.8),
+        ("deployed", 0.4),
     )
 
     def __init__(self, site: StaffedSite, verifiers: list[Path], seed: int) -> None:
