@@ -17,6 +17,7 @@ from tests.flows.walk import Walk
 
 class RealWalk(Walk):
     kinds = (("good", 5), ("not gated", 1))
+    silent_seconds = 600.0
     killed_share = 0.1
     reconciled_share = 0.6
     weights = (

@@ -58,8 +58,7 @@ class StaffedSite(Site):
         self.uri = f"http://127.0.0.1:{self._ports['mlflow']}"
         self.api = f"http://127.0.0.1:{self._ports['prefect']}/api"
         self._deployments: dict[str, str] = {}
-        if build is None:
-            self._startup = PATIENT_SECONDS
+        self._startup = PATIENT_SECONDS if build is None else 600.0
 
     def __enter__(self) -> StaffedSite:
         words = [sys.executable, "-m", "flows.local", "up"]

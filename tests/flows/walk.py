@@ -46,8 +46,6 @@ DEATHS: tuple[tuple[Any, str], ...] = (
     (reconcile.Reconciler, "_tidy"),
 )
 LOG = logging.getLogger("walk")
-SILENT_SECONDS = 90.0
-"""For whoever serves to answer again after a crash, on a machine that does something else too."""
 
 
 class Walk:
@@ -55,6 +53,8 @@ class Walk:
 
     kinds = (("good", 12), ("differs", 2), ("dies", 1), ("not gated", 2))
     """Drafters that are trained, and how often."""
+    silent_seconds = 90.0
+    """For whoever serves to answer again after a crash, on a machine that does something else too."""
     killed_share = 0.08
     reconciled_share = 0.35
     weights = (
@@ -296,7 +296,7 @@ class Walk:
         """A run that dies somewhere, or ends before it comes to that place."""
         self.needs("mlflow")
         owner, attribute = self.chance.choice(DEATHS)
-        after = self.chance.randrange(3)
+        after = self.chance.choices([0, 1, 2], [3, 1, 1])[0]
 
         def change() -> None:
             real = getattr(owner, attribute)
@@ -358,7 +358,7 @@ class Walk:
         if state is None:
             assert who is None, self.told()
             return
-        deadline = time.monotonic() + SILENT_SECONDS
+        deadline = time.monotonic() + self.silent_seconds
         while (found := self.answering()) is None:
             assert self.shaken, f"nobody answers, and nothing has crashed\n{self.told()}"
             if who is None and self._refuses(state.engine):
