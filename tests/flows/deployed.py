@@ -11,11 +11,11 @@ import psutil
 
 from flows.registry import CHAMPION, PREVIOUS
 from tests.flows.site import NAME
+from tests.flows.staffed import SERVERS
 
 if TYPE_CHECKING:
     from tests.flows.walk import Walk
 
-SERVERS = ("mlflow", "prefect", "worker")
 VICTIMS = ("flow", *SERVERS)
 INTERRUPTED_SHARE = 0.4
 

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,12 +27,12 @@ from tests.paths import REPOSITORY
 SERVERS = ("mlflow", "prefect", "worker")
 UP_SECONDS = 300.0
 """For a killed server to answer again, on a machine that does something else too."""
-# Every question to Prefect would be a line of a failed test's report.
-logging.getLogger("httpx").setLevel(logging.WARNING)
-
 RUN_SECONDS = 400.0
 LOST_SECONDS = 30.0
 """For a worker to begin what it should, or never."""
+
+# Every question to Prefect would be a line of a failed test's report.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 class StaffedSite(Site):
@@ -117,10 +116,6 @@ class StaffedSite(Site):
     def wait_for(self, *names: str) -> None:
         for name in names:
             self.until(f"{name} answers again", lambda name=name: self.up(name), UP_SECONDS)
-
-    def listens(self, name: str) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._ports[name])) == 0
 
     # Flows.
 

@@ -31,6 +31,7 @@ from stages.errors import DraftlineError
 from stages.pairing.identity import compute_identity
 from stages.params import PARAMS_FILE, read_params
 from stages.tracking import TrackingError
+from tests.flows.deployed import run_deployed
 from tests.flows.expected import Drafter, Expected
 from tests.flows.site import NAME, die, reconcile_in_a_process
 from tests.flows.staffed import StaffedSite
@@ -313,8 +314,6 @@ class Walk:
 
     def deployed(self) -> None:
         """A flow through Prefect and its worker."""
-        from tests.flows.deployed import run_deployed
-
         run_deployed(self)
 
     # What must be true.
