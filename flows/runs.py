@@ -22,6 +22,7 @@ RETRAIN = "retrain/default"
 PROMOTE = "promote/default"
 DEPLOYED = ("watch-verifier/default", RETRAIN, PROMOTE, "serve/default")
 FAILED = (StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+ENDED = (*FAILED, StateType.COMPLETED)
 
 
 @contextmanager
@@ -73,15 +74,10 @@ def unready() -> str | None:
     return None
 
 
-def _attempts(tags: list[str]) -> Attempts:
-    runs = _runs(tags)
-    failed = sum(run.state_type in FAILED for run in runs)
-    return Attempts(failed, any(run.state_type not in FAILED and run.state_type is not StateType.COMPLETED for run in runs))
-
-
 def retrain_attempts(serving: VerifierVersion) -> Attempts:
     """The retrain runs that Prefect knows for this identity."""
-    return _attempts(_tags(RETRAIN, serving))
+    runs = _runs(_tags(RETRAIN, serving))
+    return Attempts(sum(run.state_type in FAILED for run in runs), any(run.state_type not in ENDED for run in runs))
 
 
 def start_retrain(serving: VerifierVersion, attempt: int, reason: str) -> None:
@@ -102,13 +98,17 @@ def start_retrain(serving: VerifierVersion, attempt: int, reason: str) -> None:
 
 
 def start_promote(serving: VerifierVersion, drafter: DrafterVersion, replaces: DrafterVersion | None) -> None:
-    """Have one promotion made of `drafter`, in the place of `replaces`; another is made once that has failed, or after another champion."""
+    """Have one promotion made of `drafter`, in the place of `replaces`; another is made once that has ended.
+
+    Also once it has completed: a verifier that comes, goes and comes again asks for the same promotion each time.
+    """
     tags = [*_tags(PROMOTE, serving), f"version:{drafter.version}"]
+    ended = sum(run.state_type in ENDED for run in _runs(tags))
     run_deployment(
         PROMOTE,
         parameters={"verifier": serving.name, "version": drafter.version},
         timeout=0,
         tags=tags,
-        idempotency_key=f"promote:{serving.name}:{drafter.version}:{replaces.version if replaces else 0}:{_attempts(tags).failed}",
+        idempotency_key=f"promote:{serving.name}:{drafter.version}:{replaces.version if replaces else 0}:{ended}",
         as_subflow=False,
     )

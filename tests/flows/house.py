@@ -19,6 +19,18 @@ from tests.pipeline.clone import Clone
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Living processes that work in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(folder):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
 class House:
     """Started and ended with the block."""
 
@@ -123,14 +135,3 @@ class House:
             return state if state["state_type"] in ENDED else None
 
         return self.until(f"the end of flow run {run}", look, seconds, pause=0.5)
-
-    def processes(self, folder: Path) -> list[psutil.Process]:
-        """Living processes that work in `folder`."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(folder):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found

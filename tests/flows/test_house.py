@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.flows.house import House
+from tests.flows.house import House, processes_in
 from tests.gate.pair import make_bigram_verifier
 from tests.pipeline.clone import Clone
 from tests.tiny import MASK_TOKEN_ID
@@ -164,7 +164,7 @@ def test_killed_at_a_boundary_no_stage_lives_on(second: House, boundary: str) ->
     second.until(f"the end of {boundary}", lambda: boundary in second.completed_tasks(run), 300)
     second.kill_flow(run)
     assert second.ended(run, 60)["state_type"] == "CRASHED"
-    second.until("the end of all stages", lambda: not second.processes(second.root / "workspaces" / "tiny"), 10)
+    second.until("the end of all stages", lambda: not processes_in(second.root / "workspaces" / "tiny"), 10)
 
 
 def test_after_all_kills_there_is_one_version_more(second: House) -> None:
@@ -177,10 +177,10 @@ def test_cancelled_means_that_no_stage_lives(second: House) -> None:
     second.do("prefect", "deployment", "run", "retrain/default", "--params", json.dumps(parameters))
     run = second.flow_runs("retrain")[-1]
     folder = second.root / "workspaces" / "tiny"
-    second.until("a training", lambda: any("stages.train" in " ".join(process.cmdline()) for process in second.processes(folder)), 300, pause=0.5)
+    second.until("a training", lambda: any("stages.train" in " ".join(process.cmdline()) for process in processes_in(folder)), 300, pause=0.5)
     second.do("prefect", "flow-run", "cancel", run["id"])
     assert second.ended(run["id"], 60)["state_type"] == "CANCELLED"
-    assert [process.cmdline() for process in second.processes(folder)] == []
+    assert [process.cmdline() for process in processes_in(folder)] == []
 
 
 @pytest.mark.parametrize(

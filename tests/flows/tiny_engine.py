@@ -1,4 +1,4 @@
-"""A small process where vLLM stands: answers what its files say, in a moment. A drafter's `behaviour.json` can make it wrong, or never ready.
+"""A small process where vLLM stands: answers what its files say, in a moment. A drafter's `behaviour.json` can make it wrong, never ready, or end.
 
 python tests/flows/tiny_engine.py --model DIRECTORY --name NAME --port PORT [--speculative-config JSON]
 """
@@ -26,6 +26,8 @@ given = options.parse_args()
 
 drafter = Path(given.speculative_config["model"]) if given.speculative_config else None
 behaviour: dict[str, Any] = json.loads((drafter / "behaviour.json").read_text()) if drafter and (drafter / "behaviour.json").is_file() else {}
+if behaviour.get("dies"):
+    raise SystemExit("it cannot load its drafter")
 verifier = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(given.model.iterdir()) if path.is_file())).hexdigest()
 fingerprint = f"{given.model.name}/{drafter.name if drafter else 'alone'}"
 busy = 0
