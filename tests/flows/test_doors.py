@@ -38,6 +38,8 @@ WEBHOOKS = {
     "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "KSnIXSfvAONqClU9jsnZexA-zIexYAJvo1USKx0BUxU=",
     "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
     "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+    # It caches its list of webhooks, an empty one too.
+    "MLFLOW_WEBHOOK_CACHE_TTL": "1",
 }
 AT_ONCE = 3
 FLOWS: dict[str, dict[str, Any]] = {
