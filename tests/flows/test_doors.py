@@ -38,7 +38,10 @@ WEBHOOKS = {
     "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "KSnIXSfvAONqClU9jsnZexA-zIexYAJvo1USKx0BUxU=",
     "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
     "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+    # It caches its list of webhooks, an empty one too.
+    "MLFLOW_WEBHOOK_CACHE_TTL": "1",
 }
+AT_ONCE = 3
 FLOWS: dict[str, dict[str, Any]] = {
     "retrain": {"verifier": "tiny"},
     "watch-verifier": {"verifier": "tiny"},
@@ -79,7 +82,7 @@ class Doors(House):
         return Supervisor(self.root / ".run" / "supervisor.sock")
 
     def up(self) -> str:
-        return self.do(sys.executable, "-m", "flows.local", "up", seconds=300)
+        return self.do(sys.executable, "-m", "flows.local", "up", seconds=600)
 
     def deployment(self, flow: str) -> str:
         return str(self.call("GET", f"/deployments/name/{flow}/default")["id"])
@@ -160,7 +163,7 @@ def test_a_registry_that_goes_away_meanwhile_is_not_waited_for_for_minutes(house
 
 
 def test_what_is_refused_says_why_and_changes_nothing(house: Doors) -> None:
-    """One table; the runs wait for each other's start, so they are asked for together."""
+    """One table. A run is mostly its own start: a few at once are quicker, many are too much for Prefect's database."""
     table: list[tuple[str, dict[str, Any], str]] = [
         ("promote", {"verifier": "tiny", "alias": "Champion"}, "alias 'Champion': allowed are candidate, champion, previous (lower case)"),
         ("promote", {"verifier": "tiny", "alias": "best"}, "alias 'best': allowed are candidate, champion, previous (lower case)"),
@@ -173,13 +176,14 @@ def test_what_is_refused_says_why_and_changes_nothing(house: Doors) -> None:
         ("retrain", {"verifier": "tiny", "overrides": {"train": {"steps": None}}}, "train.steps = None"),
     ]
     before = house.aliases()
-    runs = [house.ask_for(flow, parameters) for flow, parameters, _ in table]
-    for run, (flow, parameters, says) in zip(runs, table, strict=True):
-        message = house.message(run)
-        print(f"{flow} {parameters}: {message}")
-        assert says in message
-        assert "\n" not in message
-        assert says in house.run_logs(run)
+    for rows in (table[first : first + AT_ONCE] for first in range(0, len(table), AT_ONCE)):
+        runs = [house.ask_for(flow, parameters) for flow, parameters, _ in rows]
+        for run, (flow, parameters, says) in zip(runs, rows, strict=True):
+            message = house.message(run)
+            print(f"{flow} {parameters}: {message}")
+            assert says in message
+            assert "\n" not in message
+            assert says in house.run_logs(run)
     assert house.aliases() == before
 
 
