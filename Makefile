@@ -63,7 +63,7 @@ endif
 
 $(VENV)/.runtime: pyproject.toml $(VENV)/.packages
 	uv pip install --no-deps --no-build-isolation --quiet -e .
-	@ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || echo "setup: libnuma.so.1 not found; vLLM's CPU build needs it (Debian: package libnuma1)" >&2
+	@ldconfig -p 2>/dev/null | grep libnuma.so.1 >/dev/null || echo "setup: libnuma.so.1 not found; vLLM's CPU build needs it (Debian: package libnuma1)" >&2
 	@touch $@
 
 $(VENV)/.dev: requirements/dev-cpu.txt $(VENV)/.runtime
