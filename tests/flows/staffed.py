@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
+from uuid import uuid4
 
 import httpx
 import psutil
@@ -119,30 +120,41 @@ class StaffedSite(Site):
 
     # Flows.
 
+    def _prefect(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Ask Prefect, again where it has too much to do (503) or is just coming up. Bounded: `UP_SECONDS`."""
+        deadline = time.monotonic() + UP_SECONDS
+        while True:
+            try:
+                answer = httpx.request(method, f"{self.api}{path}", json=body, timeout=30, verify=False)
+                if answer.status_code < 500:
+                    return answer.raise_for_status().json()
+                reason = f"{answer.status_code} {answer.text[:200]}"
+            except httpx.TransportError as error:
+                reason = repr(error)
+            assert time.monotonic() < deadline, f"Prefect: {path}: {reason}"
+            time.sleep(0.5)
+
     def start_flow(self, name: str, **parameters: Any) -> str:
         """Have a deployed flow run, as `prefect deployment run` does; the run's id."""
         if name not in self._deployments:
-            found = httpx.get(f"{self.api}/deployments/name/{name}/default", timeout=30, verify=False).raise_for_status().json()
-            self._deployments[name] = found["id"]
-        body = {"state": {"type": "SCHEDULED"}, "parameters": parameters}
-        made = httpx.post(f"{self.api}/deployments/{self._deployments[name]}/create_flow_run", json=body, timeout=30, verify=False).raise_for_status().json()
-        return str(made["id"])
-
-    def flow_state(self, run: str) -> str | None:
-        """A run's state; None: Prefect does not answer."""
-        try:
-            return str(httpx.get(f"{self.api}/flow_runs/{run}", timeout=10, verify=False).raise_for_status().json()["state_type"])
-        except httpx.HTTPError:
-            return None
+            self._deployments[name] = self._prefect("GET", f"/deployments/name/{name}/default")["id"]
+        # Asked again, it is the same run.
+        body = {"state": {"type": "SCHEDULED"}, "parameters": parameters, "idempotency_key": uuid4().hex}
+        return str(self._prefect("POST", f"/deployments/{self._deployments[name]}/create_flow_run", body)["id"])
 
     def flow_ended(self, run: str) -> str:
         """A run's last state. Bounded: `RUN_SECONDS`."""
-        return str(self.until(f"the end of flow run {run}", lambda: state if (state := self.flow_state(run)) in ENDED else None, RUN_SECONDS))
+
+        def look() -> str | None:
+            state = str(self._prefect("GET", f"/flow_runs/{run}")["state_type"])
+            return state if state in ENDED else None
+
+        return str(self.until(f"the end of flow run {run}", look, RUN_SECONDS))
 
     def unended(self) -> list[str]:
         """Runs that have not ended, as far as Prefect knows."""
         body = {"flow_runs": {"state": {"type": {"not_any_": list(ENDED)}}}}
-        return [str(run["id"]) for run in httpx.post(f"{self.api}/flow_runs/filter", json=body, timeout=30, verify=False).raise_for_status().json()]
+        return [str(run["id"]) for run in self._prefect("POST", "/flow_runs/filter", body)]
 
     def flow_processes(self) -> list[psutil.Process]:
         """Processes that run flows, whosever children they are."""
@@ -165,6 +177,6 @@ class StaffedSite(Site):
             if crashed and idle_since is not None and time.monotonic() - idle_since > LOST_SECONDS:
                 for run in runs:
                     state = {"type": "CRASHED", "message": "its process was killed"}
-                    httpx.post(f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, timeout=30, verify=False).raise_for_status()
+                    self._prefect("POST", f"/flow_runs/{run}/set_state", {"state": state})
             time.sleep(0.5)
         self.until("the end of all flows' processes", lambda: not self.flow_processes(), 120)
