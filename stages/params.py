@@ -208,7 +208,9 @@ class Train(Section):
     grad_clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
     decay_gamma: float = Field(4.0, gt=0.0, description="Slot k weighs exp(-k/gamma).")
     loss: LossWeights = Field(default_factory=LossWeights)
-    precision: Literal["bf16", "fp32"] = Field("bf16", description="bf16: matrix products under autocast; weights and moments stay fp32.")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="Matrix products; weights and moments stay fp32. auto: bf16 where the processor has instructions for it, else fp32."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores. Another number may change the last bits of a result.")
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
     validation_every: int = Field(200, ge=1, description="Steps between validations.")

@@ -25,7 +25,8 @@ from stages.params import Drafter as DrafterParams
 from stages.params import Params
 from stages.process import OUTPUTS, stage_main
 from stages.train.data import TrainingSet, choose_draft_vocabulary
-from stages.train.loop import DTYPES, check, set_threads, train
+from stages.train.loop import check, set_threads, train
+from stages.train.precision import product_dtype
 from stages.train.tracking import tracked
 
 FINAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -94,7 +95,7 @@ def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSam
     """Train on the hidden states of the two splits and write the finished drafter."""
     directory = verifier_directory(identity)
     config = drafter_config(params.drafter, identity, list(states.plan.layer_ids[:-1]), read_json(directory / "config.json"))
-    dtype = DTYPES[params.train.precision]
+    dtype = product_dtype(params.train.precision)
     threads = set_threads(params.train.threads)
     frozen = load_frozen(directory, dtype)
     check_mask_token(samples, config.mask_token_id)
@@ -105,7 +106,14 @@ def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSam
     drafter = Drafter(config, frozen, draft_ids)
     # Everything that the weights depend on; cadence of checkpoints and validations does not change them, nor how the states travel.
     settings = params.train.model_dump(exclude={"checkpoint_every", "validation_every", "validation_samples", "threads"})
-    depends = {"drafter": config.model_dump(), "train": settings, "plan": states.plan.to_json(), "threads": threads, "torch": torch.__version__}
+    depends = {
+        "drafter": config.model_dump(),
+        "train": settings,
+        "plan": states.plan.to_json(),
+        "threads": threads,
+        "products": str(dtype),
+        "torch": torch.__version__,
+    }
     work = output / "work" / digest_json(depends)[:16]
     knobs = {"drafter": params.drafter.model_dump(), "train": params.train.model_dump()}
     with tracked(params.mlflow, f"train {config.algorithm}", knobs, {"verifier": identity.digest, "drafter": config.algorithm}) as log:

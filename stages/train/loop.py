@@ -25,10 +25,10 @@ from stages.train import state
 from stages.train.data import TrainingSet, make_batch, sample_order
 from stages.train.model_step import objective, validate
 from stages.train.optimizer import make_optimizers
+from stages.train.precision import product_dtype
 from stages.train.tracking import Log
 
 LOG_EVERY = 10
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
         DraftlineError: the training has diverged.
         StreamError: the hidden states have ended; the state after the last finished step is saved.
     """
-    dtype = DTYPES[params.precision]
+    dtype = product_dtype(params.precision)
     k = drafter.config.draft_tokens
     optimizers = make_optimizers(drafter, params)
     work.mkdir(parents=True, exist_ok=True)
@@ -151,5 +151,12 @@ def check(drafter: Drafter, validation: TrainingSet, params: Train) -> dict[str,
     """Validation metrics (see `model_step.validate`) with the run's own settings."""
     drafter.eval()
     return validate(
-        drafter, validation, params.loss, params.anchors_per_sequence, params.decay_gamma, params.validation_samples, params.seed, DTYPES[params.precision]
+        drafter,
+        validation,
+        params.loss,
+        params.anchors_per_sequence,
+        params.decay_gamma,
+        params.validation_samples,
+        params.seed,
+        product_dtype(params.precision),
     )

@@ -1,7 +1,6 @@
 """Muon for the backbone's matrices, AdamW for the rest; or AdamW for all.
 
-Muon (Jordan et al., 2024; in torch as `torch.optim.Muon`) replaces a matrix's momentum by its nearest semi-orthogonal
-matrix. It sees no sense in vectors and in tables of token embeddings: norms and the vocabulary-sized heads stay with AdamW.
+Muon makes no sense for vectors and for tables of token embeddings: norms and the vocabulary-sized heads stay with AdamW.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import torch
 
 from stages.drafters.model import Drafter
 from stages.params import Train
+from stages.train.muon import Muon
+from stages.train.precision import product_dtype
 
 BETAS = (0.9, 0.95)
 
@@ -20,10 +21,7 @@ def is_backbone_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def make_optimizers(drafter: Drafter, params: Train) -> list[torch.optim.Optimizer]:
-    """The optimizers that together update every parameter once per step.
-
-    `match_rms_adamw` (Liu et al., 2025) scales Muon's update to the size of AdamW's, so that both take one learning rate.
-    """
+    """The optimizers that together update every parameter once per step."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in drafter.named_parameters():
@@ -31,5 +29,5 @@ def make_optimizers(drafter: Drafter, params: Train) -> list[torch.optim.Optimiz
     decay = params.weight_decay
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=params.learning_rate, weight_decay=decay, betas=BETAS, fused=True)]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=params.learning_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(matrices, params.learning_rate, decay, product_dtype(params.precision)))
     return optimizers

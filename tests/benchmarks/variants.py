@@ -29,7 +29,8 @@ from stages.pairing.store import verifier_directory
 from stages.params import Params, read_params
 from stages.process import OUTPUTS
 from stages.train.data import TrainingSet, choose_draft_vocabulary
-from stages.train.loop import DTYPES, set_threads, train
+from stages.train.loop import set_threads, train
+from stages.train.precision import product_dtype
 
 MAX_TOKENS = 128
 
@@ -61,7 +62,7 @@ def new_drafter(params: Params, whole_vocabulary: bool = False, **changes: Any) 
         changes["draft_vocab_size"] = base.vocab_size
     config = DrafterConfig.model_validate(base.model_dump() | changes)
     set_threads(params.train.threads)
-    dtype = DTYPES[params.train.precision]
+    dtype = product_dtype(params.train.precision)
     frozen = load_frozen(verifier_directory(identity), dtype)
     samples = read_split(OUTPUTS / "prepare", "train")
     ids = choose_draft_vocabulary(samples, config.draft_vocab_size, config.vocab_size, identity.eos_token_ids) if config.reduced_vocabulary else None

@@ -23,6 +23,7 @@ from stages.hidden_states.stream import StreamError
 from stages.params import Train
 from stages.train import loop, state
 from stages.train.data import TrainingSet, choose_draft_vocabulary, sample_order
+from stages.train.precision import product_dtype
 from tests.drafters.shapes import config, name_of
 from tests.train.material import LAYER_IDS, make_material
 
@@ -74,10 +75,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 ) -> None:
     """Same losses, learning rates and weights, bit for bit: stopped after step 17, the state of step 15 is continued."""
     params = settings(precision=precision, optimizer=optimizer)
-    whole, data = build(tiny_verifier, 5, loop.DTYPES[precision], draft_vocab_size=300)
+    whole, data = build(tiny_verifier, 5, product_dtype(precision), draft_vocab_size=300)
     curve = loop.train(whole, data, data, params, tmp_path / "whole", quiet)
 
-    part, data = build(tiny_verifier, 5, loop.DTYPES[precision], draft_vocab_size=300)
+    part, data = build(tiny_verifier, 5, product_dtype(precision), draft_vocab_size=300)
     original = loop.objective
     calls = 0
 
@@ -92,7 +93,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     with pytest.raises(KeyboardInterrupt):
         loop.train(part, data, data, params, tmp_path / "part", quiet)
     monkeypatch.setattr(loop, "objective", original)
-    resumed, data = build(tiny_verifier, 5, loop.DTYPES[precision], draft_vocab_size=300)
+    resumed, data = build(tiny_verifier, 5, product_dtype(precision), draft_vocab_size=300)
     rest = loop.train(resumed, data, data, params, tmp_path / "part", quiet)
     assert [p.step for p in rest] == list(range(15, 40))
     assert rest == curve[15:]
