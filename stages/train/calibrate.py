@@ -17,9 +17,10 @@ from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
 from stages.params import Train
 from stages.train.data import Batch, TrainingSet, make_batch
-from stages.train.loop import CALIBRATION_SAMPLES, DTYPES
+from stages.train.loop import CALIBRATION_SAMPLES
 from stages.train.losses import rows_per_chunk
 from stages.train.model_step import autocast, objective
+from stages.train.precision import product_dtype
 
 BLOCKS_PER_SAMPLE = 128
 
@@ -70,7 +71,7 @@ def _most_likely(data: TrainingSet, batch: Batch) -> Tensor:
 @torch.no_grad()
 def judged_blocks(drafter: Drafter, data: TrainingSet, index: int, params: Train) -> dict[Mode, tuple[Tensor, Tensor]] | None:
     """Confidence logits and outcomes, `[A, K]` each, of the blocks of one sample; None if it has no hidden states."""
-    dtype, k = DTYPES[params.precision], drafter.config.draft_tokens
+    dtype, k = product_dtype(params.precision), drafter.config.draft_tokens
     batch = make_batch(data, [index], BLOCKS_PER_SAMPLE, k, params.decay_gamma, ("calibration", params.seed))
     if batch is None:
         return None
