@@ -161,7 +161,8 @@ class Proposer(Protocol):
     def observe(self, observed: Observed) -> None:
         """Take in what the verifier has read; own guesses beyond `observed.starts` are to be forgotten.
 
-        Called after the prompts and after every round, also where no drafts were asked for: costly work belongs into `propose`.
+        Called with the prompts, then after every round, also where no drafts were asked for: but for the prompts (`starts` 0), costly
+        work belongs into `propose`.
         """
         ...
 
