@@ -21,7 +21,6 @@ from stages.drafters.checkpoint import load_drafter
 from stages.pairing.frozen import load_frozen
 from tests.decoding.pairs import write_drafter
 from tests.gate.pair import make_bigram_verifier
-from tests.tiny import EOS_TOKEN_ID
 
 K = 4
 
@@ -70,13 +69,11 @@ def make_pair(root: Path) -> Pair:
 
 
 @torch.inference_mode()
-def plain_greedy(model: Any, prompt: Sequence[int], max_tokens: int, ends: Sequence[int] = (EOS_TOKEN_ID,)) -> list[int]:
-    """Greedy decoding without any cache: every token from a forward over all tokens before it."""
+def plain_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy decoding without any cache, and without any end: every token from a forward over all tokens before it."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        if tokens[-1] in ends:
-            break
     return tokens[len(prompt) :]
 
 
