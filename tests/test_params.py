@@ -154,7 +154,7 @@ def test_rank_zero_is_allowed_where_nothing_needs_the_markov_head() -> None:
 
 
 def test_a_markov_head_may_draft_from_the_anchor() -> None:
-    assert parse_params(with_drafter(sample_from_anchor=True)).drafter.draft_tokens == GOOD["drafter"]["block_size"]
+    assert parse_params(with_drafter(sample_from_anchor=True)).drafter.tokens_per_round == GOOD["drafter"]["block_size"]
 
 
 @pytest.mark.parametrize(
