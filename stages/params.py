@@ -155,10 +155,10 @@ class Drafter(Section):
     )
     block_size: int = Field(8, ge=2, le=64, description="dspark, dflash: positions of a block; with sample_from_anchor false the anchor is one of them.")
     draft_tokens: int | None = Field(
-        None, ge=1, le=64, description="eagle3, draft_model, ngram: tokens drafted per round (K); null: block_size - 1. dspark, dflash: null, the block says it."
+        None, ge=1, le=64, description="eagle3, draft_model, ngram: tokens drafted per round (K); null: block_size - 1. dspark, dflash: null."
     )
     num_layers: int = Field(
-        2, ge=1, le=32, description="dspark, dflash: layers of the backbone; draft_model: layers taken from the verifier, evenly from first to last; eagle3: 1."
+        2, ge=1, le=32, description="dspark, dflash: layers of the backbone; draft_model: of the verifier's, evenly from first to last; eagle3: 1."
     )
     sample_from_anchor: bool = Field(
         False,
@@ -202,7 +202,7 @@ class Drafter(Section):
         if algorithm == "eagle3" and self.num_layers != 1:
             raise ValueError(f"num_layers = {self.num_layers} with algorithm = 'eagle3': its draft has one layer; set num_layers 1")
         if algorithm in ("draft_model", "ngram") and self.draft_vocab_size is not None:
-            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size} with algorithm = '{algorithm}': it drafts the verifier's whole vocabulary; set it null")
+            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size} with algorithm = '{algorithm}': it drafts the whole vocabulary; set it null")
         if algorithm == "draft_model" and self.intermediate_size is not None:
             raise ValueError(f"intermediate_size = {self.intermediate_size} with algorithm = 'draft_model': its layers are the verifier's; set it null")
         if self.ngram_min > self.ngram_max:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,15 +12,22 @@ SPECULATORS_VERSION = "0.9.0"
 ARCHITECTURES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}
 
 
-class LayerShape(Protocol):
-    """What a transformer layer of a drafter takes over from its verifier."""
+class LayerShape(BaseModel):
+    """What the layers of a drafter take over from its verifier.
 
+    Attributes:
+        vocab_size: the verifier's vocabulary `V`.
+        rope_parameters: the verifier's, so that positions mean the same to both.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
@@ -88,22 +95,18 @@ def speculators_header(algorithm: str, architecture: str, draft_tokens: int, ver
     }
 
 
-class DrafterConfig(BaseModel):
+class DrafterConfig(LayerShape):
     """Everything needed to build a block drafter (DSpark, DFlash) without its verifier's files.
 
     Attributes:
         layer_ids: tapped verifier layers, ascending; id `i` enters layer `i` (`L` of them).
-        vocab_size: the verifier's vocabulary `V`; draft_vocab_size: `D`, at most `V`.
-        rope_parameters: the verifier's, so that positions mean the same to both.
+        draft_vocab_size: `D`, at most `V`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     algorithm: Literal["dspark", "dflash"]
     block_size: int
     num_layers: int
     sample_from_anchor: bool
-    vocab_size: int
     draft_vocab_size: int
     mask_token_id: int
     markov_rank: int
@@ -111,14 +114,6 @@ class DrafterConfig(BaseModel):
     confidence_head: bool
     confidence_head_with_markov: bool
     layer_ids: list[int]
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
 
     @property
     def draft_tokens(self) -> int:
@@ -172,13 +167,11 @@ class DrafterConfig(BaseModel):
         """Read a checkpoint's `config.json` back.
 
         Raises:
-            ArtifactError: a key is missing, or the drafter is of a kind we do not build.
+            ArtifactError: a key is missing.
         """
         try:
             layers = config["transformer_layer_config"]
             algorithm = config["speculators_model_type"]
-            if algorithm not in ARCHITECTURES:
-                raise ArtifactError(f"{where}: speculators_model_type = {algorithm!r}; supported: {', '.join(ARCHITECTURES)}")
             dspark = algorithm == "dspark"
             return cls(
                 algorithm=algorithm,

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from stages.drafters.config import layer_fields, read_layer_fields, speculators_header
+from stages.drafters.config import LayerShape, layer_fields, read_layer_fields, speculators_header
 from stages.drafters.draft import Drafts
 from stages.drafters.layers import Mlp, Rope, block_attention, rotate
 from stages.drafters.model import Blocks, make_segments
@@ -30,24 +29,13 @@ def tapped(layer_ids: list[int]) -> list[int]:
     return layer_ids if len(layer_ids) <= 3 else [layer_ids[0], layer_ids[len(layer_ids) // 2], layer_ids[-1]]
 
 
-class Eagle3Config(BaseModel):
+class Eagle3Config(LayerShape):
     """Everything needed to build an EAGLE-3 draft without its verifier's files; attributes as in `DrafterConfig`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     algorithm: Literal["eagle3"] = "eagle3"
     draft_tokens: int
-    vocab_size: int
     draft_vocab_size: int
     layer_ids: list[int]
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
 
     @property
     def reduced_vocabulary(self) -> bool:
@@ -127,11 +115,10 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        norm = {"normalized_shape": config.hidden_size, "eps": config.rms_norm_eps}
-        self.input_layernorm = nn.RMSNorm(**norm)
-        self.hidden_norm = nn.RMSNorm(**norm)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Eagle3Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(**norm)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
     def join(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

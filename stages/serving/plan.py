@@ -38,7 +38,7 @@ def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path 
     """
     speculative = spec_config(checkpoint, config, device) if checkpoint is not None and config is not None else None
     # A Markov head under the method dflash is known to our class alone.
-    markov = config["markov_head_type"] if config is not None and config["speculators_model_type"] == "dspark" else None
+    markov = config["markov_head_type"] if config is not None and config.get("speculators_model_type") == "dspark" else None
     plug_in = markov is not None and speculative is not None and speculative["method"] == "dflash"
     env = ENGINE | LOCAL
     notes = []

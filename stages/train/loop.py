@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from stages.drafters.model import Drafter
 from stages.errors import DraftlineError
 from stages.hidden_states.source import expect, step_made, stream_metrics
 from stages.hidden_states.stream import StreamError
@@ -24,6 +23,7 @@ from stages.params import Train
 from stages.train import state
 from stages.train.data import TrainingSet, make_batch, sample_order
 from stages.train.model_step import objective, validate
+from stages.train.objectives import TrainedDrafter, batch_shape
 from stages.train.optimizer import make_optimizers
 from stages.train.tracking import Log
 
@@ -56,7 +56,7 @@ def set_threads(threads: int | None) -> int:
     return count
 
 
-def require_finite(made: list[Progress], params: Train, drafter: Drafter | None = None) -> None:
+def require_finite(made: list[Progress], params: Train, drafter: TrainedDrafter | None = None) -> None:
     """Stop a training that has diverged, before anything of it is written.
 
     Raises:
@@ -79,7 +79,7 @@ def reading_order(data: TrainingSet, validation: TrainingSet | None, params: Tra
     yield from checked
 
 
-def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
+def train(drafter: TrainedDrafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
     """Train `drafter` in place from the newest checkpoint in `work` (or from its initial weights) to the last step.
 
     Returns:
@@ -89,7 +89,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
         StreamError: the hidden states have ended; the state after the last finished step is saved.
     """
     dtype = DTYPES[params.precision]
-    k = drafter.config.draft_tokens
+    anchors, k = batch_shape(drafter, params.anchors_per_sequence)
     optimizers = make_optimizers(drafter, params)
     work.mkdir(parents=True, exist_ok=True)
     start = state.restore(work, drafter, optimizers)
@@ -104,7 +104,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
                 rate = learning_rate(step, params)
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] = rate
-                batch = make_batch(data, order[step], params.anchors_per_sequence, k, params.decay_gamma, ("train", params.seed, step))
+                batch = make_batch(data, order[step], anchors, k, params.decay_gamma, ("train", params.seed, step))
                 if batch is not None:
                     began = time.monotonic()
                     out = objective(drafter, data.head, batch, params.loss, dtype)
@@ -147,7 +147,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
     return made
 
 
-def check(drafter: Drafter, validation: TrainingSet, params: Train) -> dict[str, float]:
+def check(drafter: TrainedDrafter, validation: TrainingSet, params: Train) -> dict[str, float]:
     """Validation metrics (see `model_step.validate`) with the run's own settings."""
     drafter.eval()
     return validate(
