@@ -43,9 +43,7 @@ def test_packed_sequences_draft_as_they_do_alone(tiny_verifier: Path) -> None:
     (first, first_tokens), (second, second_tokens) = material(model), material(model, 1)
     anchors = [torch.tensor([3, 9]), torch.tensor([1, 15])]
     previous = torch.randint(4, 500, (4, 4), generator=torch.Generator().manual_seed(2))
-    packed = Blocks(
-        torch.cat([first, second]), torch.arange(LENGTH).repeat(2), previous[:, 0], torch.cat(anchors), make_segments([LENGTH, LENGTH], anchors)
-    )
+    packed = Blocks(torch.cat([first, second]), torch.arange(LENGTH).repeat(2), previous[:, 0], torch.cat(anchors), make_segments([LENGTH, LENGTH], anchors))
     together = model.unrolled(packed, torch.cat([first_tokens.roll(-1), second_tokens.roll(-1)]), previous)
     for place, (context, tokens) in enumerate([(first, first_tokens), (second, second_tokens)]):
         rows = slice(2 * place, 2 * place + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from stages.train.objectives import OBJECTIVES, batch_shape
 from tests.drafters.kinds import make_drafter
 from tests.train.material import LAYER_IDS, make_material
 from tests.train.test_loop import quiet, same, settings
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are slower on several threads, many times so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 SHAPES: dict[str, dict[str, Any]] = {"eagle3": {"draft_tokens": 4}, "draft_model": {"num_layers": 2, "draft_tokens": 4}}
 
