@@ -20,6 +20,7 @@ from stages.train.data import Batch, TrainingSet, make_batch
 from stages.train.loop import CALIBRATION_SAMPLES
 from stages.train.losses import rows_per_chunk
 from stages.train.model_step import autocast, objective
+from stages.train.objectives import TrainedDrafter, has_confidence
 from stages.train.precision import product_dtype
 
 BLOCKS_PER_SAMPLE = 128
@@ -88,13 +89,13 @@ def judged_blocks(drafter: Drafter, data: TrainingSet, index: int, params: Train
     return {"greedy": (logit(confidence), survived), "sampling": (along_text, rates.double().cumprod(dim=1))}
 
 
-def calibrate(drafter: Drafter, data: TrainingSet, params: Train) -> Calibration | None:
+def calibrate(drafter: TrainedDrafter, data: TrainingSet, params: Train) -> Calibration | None:
     """The scale of each way of decoding, fitted on every other validation sample and measured on those between.
 
     Returns:
         None without a confidence head, or where fewer than two samples have hidden states.
     """
-    if drafter.confidence_head is None:
+    if not has_confidence(drafter):
         return None
     drafter.eval()
     samples = range(min(CALIBRATION_SAMPLES, len(data)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from stages.drafters.model import Drafter
 from stages.params import Train
 from stages.train.muon import Muon
 from stages.train.precision import product_dtype
@@ -20,7 +19,7 @@ def is_backbone_matrix(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim == 2 and name.startswith(("layers.", "fc."))
 
 
-def make_optimizers(drafter: Drafter, params: Train) -> list[torch.optim.Optimizer]:
+def make_optimizers(drafter: torch.nn.Module, params: Train) -> list[torch.optim.Optimizer]:
     """The optimizers that together update every parameter once per step."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
