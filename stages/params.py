@@ -232,20 +232,38 @@ class Gate(Section):
 
 
 class Evaluate(Section):
-    """Acceptance and speed on held-out prompts."""
+    """Acceptance and speed on held-out prompts, and the verdict that follows from them."""
 
     prompts_per_kind: int = Field(6, ge=1, description="Held-out prompts of each kind.")
     max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
+    draft_tokens: list[Annotated[int, Field(ge=1, le=64)]] = Field(
+        default_factory=list, description="K of the sweep; the trained K is always measured, what is above it is left out and named in the report."
+    )
+    temperatures: list[Annotated[float, Field(ge=0.0, le=2.0)]] = Field(
+        [0.0, 1.0], description="0 (greedy, through the engine) and more (through our own loop)."
+    )
+    batch_size: int = Field(16, ge=1, le=1024, description="Prompts that our own loop decodes together.")
     repeats: int = Field(3, ge=1, description="Paired speed measurements.")
-    speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement, decoded one at a time.")
+    speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement (as many as the batch, where that is larger).")
     speed_tokens: int = Field(48, ge=8, description="Tokens decoded per prompt of a speed measurement.")
+    batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field([1, 8], description="Prompts of a speed measurement decoded together; 1 decides.")
     ngram_min: int = Field(1, ge=1, description="Shortest n-gram of prompt lookup, the comparison.")
     ngram_max: int = Field(3, ge=1, description="Longest n-gram of prompt lookup.")
+    ship_gain: float = Field(0.4, ge=0.0, description="Verdict ship: at least so much faster than the verifier alone (0.4: 40 % more tokens/s).")
+    drop_gain: float = Field(0.2, ge=0.0, description="Verdict drop: less than so much faster than guarded prompt lookup.")
 
     @model_validator(mode="after")
     def _ngrams_ascend(self) -> Evaluate:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) must not be above ngram_max ({self.ngram_max})")
+        return self
+
+    @model_validator(mode="after")
+    def _what_decides_is_measured(self) -> Evaluate:
+        for name, needed in (("temperatures", 0.0), ("batch_sizes", 1)):
+            values: list[float] = getattr(self, name)
+            if needed not in values:
+                raise ValueError(f"{name} ({values}) must hold {needed:g}: what is registered and promoted is measured there")
         return self
 
 
@@ -296,6 +314,8 @@ class Params(Section):
         if wrong := [f"{knob} ({length})" for knob in knobs if (length := attrgetter(knob)(self)) >= longest]:
             # The extracting engine adds one token to each sample; an answer follows a prompt.
             raise ValueError(f"{', '.join(wrong)} must be below engine.max_model_len ({longest}), which also holds the prompt or one more token")
+        if (largest := max(self.evaluate.batch_sizes)) > self.engine.max_num_seqs:
+            raise ValueError(f"evaluate.batch_sizes ({largest}) must not be above engine.max_num_seqs ({self.engine.max_num_seqs})")
         return self
 
 

@@ -252,7 +252,6 @@ def test_what_is_written_is_read_by_dvc_as_well(tmp_path: Path) -> None:
     assert load_yaml(str(path))["verifier"] == data["verifier"] | {"quantization": "w8a8"}
 
 
-
 @pytest.mark.parametrize("content", ["train: {stpes: 7}", "train: [", "7", "drafter: {block_size: 0}"])
 def test_a_bad_profile_changes_nothing(tmp_path: Path, content: str) -> None:
     path, profile = tmp_path / "params.yaml", tmp_path / "profile.yaml"

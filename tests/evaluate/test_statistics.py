@@ -50,6 +50,8 @@ def test_a_small_lead_is_found_although_prompts_differ_much_more() -> None:
     assert difference.macro.low < difference.macro.estimate < difference.macro.high
     assert difference.macro.estimate == pytest.approx(acceptance_length(ours)["macro"] - acceptance_length(theirs)["macro"])
     assert difference.per_kind["story"].low <= 0
+    assert difference.relative.estimate == pytest.approx(acceptance_length(ours)["macro"] / acceptance_length(theirs)["macro"] - 1)
+    assert 0 < difference.relative.low < difference.relative.estimate < difference.relative.high
     # Unpaired, the same lead would drown in the spread of the prompts.
     assert difference.macro.high - difference.macro.low < 0.15
 
