@@ -1,0 +1,70 @@
+"""What is evaluated: drafters from checkpoints, and prompt lookup with and without its guard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.artifacts import digest_json, read_json, read_manifest
+from stages.decoding.blocks import BlockProposer
+from stages.decoding.ngram import LoopGuard, NgramProposer
+from stages.decoding.proposer import Proposer
+from stages.decoding.speculative import spec_config
+from stages.drafters.checkpoint import load_drafter
+from stages.errors import DraftlineError
+from stages.pairing.frozen import load_frozen
+from stages.pairing.identity import VerifierIdentity
+from stages.pairing.lock import require_pair
+
+GUARDED, UNGUARDED = "prompt lookup, guarded", "prompt lookup"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A checkpoint: `content` is the digest of its files, `trained` the most tokens it drafts per round."""
+
+    name: str
+    checkpoint: Path
+    config: dict[str, Any]
+    content: str
+
+    @property
+    def trained(self) -> int:
+        tokens: int = self.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        return tokens
+
+    def speculative(self, draft_tokens: int) -> dict[str, Any]:
+        """vLLM's speculative config with K = `draft_tokens`."""
+        return {**spec_config(self.checkpoint, self.config), "num_speculative_tokens": draft_tokens}
+
+
+def read_drafter(name: str, checkpoint: Path, identity: VerifierIdentity) -> Drafter:
+    """The drafter in `checkpoint`.
+
+    Raises:
+        ArtifactError: an altered or missing file. PairError: it belongs to another verifier.
+    """
+    if name in (GUARDED, UNGUARDED):
+        raise DraftlineError(f"drafter {name!r}: this name is taken")
+    manifest = read_manifest(checkpoint, identity.digest)
+    require_pair(checkpoint, identity)
+    return Drafter(name, checkpoint, read_json(checkpoint / "config.json"), digest_json(manifest["files"]))
+
+
+def choose_draft_tokens(trained: int, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Which K are measured, the trained one the last, and which are left out because they are above it."""
+    return sorted({trained, *(k for k in wanted if k <= trained)}), sorted({k for k in wanted if k > trained})
+
+
+def load_proposer(drafter: Drafter, verifier: Path, dtype: torch.dtype) -> Proposer:
+    """The drafter for our own loop."""
+    return BlockProposer(load_drafter(drafter.checkpoint, load_frozen(verifier, dtype), dtype))
+
+
+def lookup_proposer(name: str, draft_tokens: int, shortest: int, longest: int) -> Proposer:
+    """Prompt lookup, `GUARDED` or `UNGUARDED`."""
+    return NgramProposer(draft_tokens, shortest, longest, LoopGuard() if name == GUARDED else None)
