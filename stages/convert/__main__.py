@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from stages.artifacts import read_json, read_manifest, sha256_file, staged_directory, write_json, write_manifest
+from stages.drafters.calibration import CALIBRATION_FILE, read_calibration
 from stages.drafters.checkpoint import WEIGHTS, load_drafter, load_trained, save_checkpoint
 from stages.drafters.model import Drafter
 from stages.errors import ArtifactError
@@ -58,6 +59,9 @@ def run(params: Params, output: Path) -> None:
         if wrong:
             raise ArtifactError(f"{output / 'checkpoint'}: read back differently: {', '.join(wrong)}")
         lock = build_lock(identity, config, sha256_file(staged / WEIGHTS))
+        if (trained / CALIBRATION_FILE).is_file():
+            # Written anew, not copied: what lies in a checkpoint has been read as a calibration.
+            write_json(staged / CALIBRATION_FILE, read_calibration(trained).model_dump(mode="json"))
         write_json(staged / LOCK_FILE, lock.model_dump(mode="json"))
         write_manifest(staged, identity.digest)
         steps.update()

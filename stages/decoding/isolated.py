@@ -161,6 +161,13 @@ class EngineProcess:
         self.seconds = message
         return [done[index] for index in range(len(requests))]
 
+    def ask(self, message: Any) -> Any:
+        """Send a message to a process that lives another life than `engine_life`; returns its answer. Raises EngineError as `generate` does."""
+        self.wait_ready()
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send(message)
+        return self._receive()
+
     def _receive(self) -> Any:
         """A completion, or the seconds of a finished batch (0 when the engine is ready)."""
         try:
@@ -245,19 +252,24 @@ _ALIVE: list[Engine] = []
 """Keeps an engine from being taken apart when its work is done: that takes seconds, and the process ends anyway."""
 
 
-def engine_life(config: EngineConfig, connection: Connection) -> int:
-    """Load an engine, decode batches until the caller hangs up; returns the exit status."""
+def _decode(engine: Engine, connection: Connection, message: Any) -> None:
+    requests, desc = message
+    engine.generate(requests, connection.send, desc)
+    connection.send(engine.seconds)
+
+
+def engine_life(config: EngineConfig, connection: Connection, work: Callable[[Engine, Connection, Any], None] = _decode) -> int:
+    """Load an engine, do `work` for each message until the caller hangs up; returns the exit status."""
     try:
         engine = Engine(config)
         _ALIVE.append(engine)
         connection.send(0.0)
         while True:
             try:
-                requests, desc = connection.recv()
+                message = connection.recv()
             except (EOFError, ConnectionResetError):
                 return 0
-            engine.generate(requests, connection.send, desc)
-            connection.send(engine.seconds)
+            work(engine, connection, message)
     except BrokenPipeError:
         return 1  # Nobody listens any more.
     except Exception as error:

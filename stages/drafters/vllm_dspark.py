@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from stages.drafters.heads import MarkovHead
@@ -39,10 +40,28 @@ class PerLayerKeyNorm(DFlashQwen3Model):  # type: ignore[misc]
         return normed
 
 
+def nothing_to_draft() -> bool:
+    """Are the queries of this forward anchors alone, one per request? So it is where dynamic speculation asks for 0 drafts."""
+    metadata = get_forward_context().attn_metadata
+    entries = list(metadata.values()) if isinstance(metadata, dict) else []
+    return bool(entries) and all(getattr(entry, "max_query_len", 0) == 1 for entry in entries)
+
+
 class DFlashForCausalLM(DFlashQwen3ForCausalLM):  # type: ignore[misc]
     """vLLM's DFlash drafter on the corrected backbone."""
 
     model_cls = PerLayerKeyNorm
+
+    def forward(self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """`[B·(1 + K)]` ids and positions → `[B·(1 + K), H]`.
+
+        For K = 0 vLLM runs the backbone over the anchors "to keep the cache in sync". A DFlash block leaves nothing behind that is read
+        again (the context's keys and values are written before, from the verifier's states), so that pass is spared.
+        """
+        if nothing_to_draft():
+            return torch.zeros(len(input_ids), self.config.hidden_size, dtype=self.model.norm.weight.dtype, device=input_ids.device)
+        hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
+        return hidden
 
 
 class DSparkForCausalLM(DFlashForCausalLM):
@@ -59,7 +78,7 @@ class DSparkForCausalLM(DFlashForCausalLM):
 
     def forward(self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """`[B·(1 + K)]` ids and positions → `[B·(1 + K), H]`; both are kept for `_chain`."""
-        hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
+        hidden = super().forward(input_ids, positions, inputs_embeds)
         self._input_ids, self._hidden = input_ids, hidden
         return hidden
 

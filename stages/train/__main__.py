@@ -1,6 +1,6 @@
 """Train the drafter.    python -m stages.train
 
-Writes outputs/train/drafter/ (weights, config, manifest) and outputs/train/metrics.json. Checkpoints of an unfinished
+Writes outputs/train/drafter/ (weights, config, the confidence head's calibration, manifest) and outputs/train/metrics.json. Checkpoints of an unfinished
 run live in outputs/train/work/<key>/, where the key covers everything that the weights depend on.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from stages.artifacts import digest_json, read_json, staged_directory, write_json, write_manifest
 from stages.dataset import TokenSample, read_split
+from stages.drafters.calibration import CALIBRATION_FILE
 from stages.drafters.checkpoint import save_trained
 from stages.drafters.config import DrafterConfig
 from stages.drafters.model import Drafter
@@ -24,6 +25,7 @@ from stages.pairing.store import verifier_directory
 from stages.params import Drafter as DrafterParams
 from stages.params import Params
 from stages.process import OUTPUTS, stage_main
+from stages.train.calibrate import calibrate
 from stages.train.data import TrainingSet, choose_draft_vocabulary
 from stages.train.loop import DTYPES, check, set_threads, train
 from stages.train.tracking import tracked
@@ -113,9 +115,14 @@ def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSam
         # The finished weights are the rounded ones: metrics and everything after this stage speak of the same numbers.
         round_parameters(drafter, FINAL_DTYPES[params.drafter.dtype])
         metrics = check(drafter, validation, params.train) if validation is not None else {}
+        calibration = calibrate(drafter, validation, params.train) if validation is not None else None
+        if calibration is not None:
+            metrics |= {f"survival_error_{mode}": max((row["ece_after"] for row in entry.held_out), default=0.0) for mode, entry in calibration.modes.items()}
         log({f"final.{name}": value for name, value in metrics.items()}, params.train.steps)
     with staged_directory(output / "drafter") as staged:
         save_trained(staged, drafter, FINAL_DTYPES[params.drafter.dtype])
+        if calibration is not None:
+            write_json(staged / CALIBRATION_FILE, calibration.model_dump(mode="json"))
         write_manifest(staged, identity.digest, {"draft_tokens": config.draft_tokens, "training_samples": len(data)})
     write_json(output / "metrics.json", metrics)
     shutil.rmtree(work)

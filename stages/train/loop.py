@@ -28,6 +28,8 @@ from stages.train.optimizer import make_optimizers
 from stages.train.tracking import Log
 
 LOG_EVERY = 10
+CALIBRATION_SAMPLES = 256
+"""Validation samples that a confidence head is calibrated on, where there are as many."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -69,14 +71,19 @@ def require_finite(made: list[Progress], params: Train, drafter: Drafter | None 
         raise DraftlineError(f"params.yaml: train.learning_rate = {params.learning_rate}: training diverged, {what}; lower it")
 
 
-def reading_order(data: TrainingSet, validation: TrainingSet | None, params: Train, order: list[list[int]], start: int) -> Iterator[str]:
-    """Ids of the samples that a run from step `start` on reads, the final check's included, in order."""
-    checked = [sample.id for sample in validation.samples[: params.validation_samples]] if validation is not None else []
+def reading_order(
+    data: TrainingSet, validation: TrainingSet | None, params: Train, order: list[list[int]], start: int, calibrated: bool = False
+) -> Iterator[str]:
+    """Ids of the samples that a run from step `start` on reads, in order: the final check's included, and the calibration's if there is one."""
+    held_out = [sample.id for sample in validation.samples] if validation is not None else []
+    checked = held_out[: params.validation_samples]
     for step in range(start, params.steps):
         yield from (data.samples[index].id for index in order[step])
         if (step + 1) % params.validation_every == 0 and step + 1 < params.steps:
             yield from checked
     yield from checked
+    if calibrated:
+        yield from held_out[:CALIBRATION_SAMPLES]
 
 
 def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
@@ -94,7 +101,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
     work.mkdir(parents=True, exist_ok=True)
     start = state.restore(work, drafter, optimizers)
     order = sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
-    expect(data.states, reading_order(data, validation, params, order, start))
+    expect(data.states, reading_order(data, validation, params, order, start, drafter.confidence_head is not None))
     made: list[Progress] = []
     done = start
     drafter.train()
