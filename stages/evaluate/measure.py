@@ -20,11 +20,12 @@ from stages.decoding.engine import Completion, EngineConfig, Request
 from stages.decoding.isolated import EngineProcess
 from stages.decoding.loop import Decoder
 from stages.decoding.proposer import Sampling
+from stages.decoding.timing import Seconds
 from stages.evaluate import own_loop
 from stages.evaluate.acceptance import positions_by_kind, prompt_count
 from stages.evaluate.degraded import compare_outputs, failures
 from stages.evaluate.speed import Timed, grouped, measure, pairs_from_json, pairs_to_json, summarise
-from stages.evaluate.statistics import PromptCount, acceptance_length, paired_difference
+from stages.evaluate.statistics import PromptCount, acceptance_length, macro_interval, paired_difference
 from stages.evaluate.store import Store, completions_from_json, completions_to_json
 from stages.evaluate.subjects import GUARDED, UNGUARDED, Drafter, choose_draft_tokens, load_proposer, lookup_proposer
 from stages.evaluate.verdict import judge
@@ -75,6 +76,7 @@ class Evaluation:
         self.references: dict[float, list[Completion]] = {}
         self.speeds: list[dict[str, Any]] = []
         self.lookup_speeds: list[dict[str, Any]] = []
+        self.eos_ids: frozenset[int] = frozenset()
 
     def draft_tokens(self, drafter: Drafter) -> list[int]:
         """Measured K of a drafter, ascending; the trained one is the last."""
@@ -93,6 +95,7 @@ class Evaluation:
 
     def run(self) -> None:
         """Measure it all."""
+        self.eos_ids = self.loop.eos_ids()
         self._greedy_through_the_engine()
         for temperature in sorted(set(self.settings.temperatures) - {0.0}):
             alone = self._in_the_loop(self.loop.decoder(None), "verifier alone", {"drafter": None}, temperature, 1)
@@ -169,9 +172,9 @@ class Evaluation:
             groups = self.groups(1)
             for decoder in (drafted, lookup):
                 own_loop.timed(decoder, [replace(request, max_tokens=WARM_UP_TOKENS) for request in groups[0]])
-                decoder.seconds = own_loop.Seconds()
-            decoders = (partial(own_loop.timed, decoder) for decoder in (lookup, drafted))
-            pairs = measure(*decoders, groups, settings.repeats, f"evaluate: {drafter.name} beside guarded prompt lookup")
+                decoder.seconds = Seconds()
+            desc = f"evaluate: {drafter.name} beside guarded prompt lookup"
+            pairs = measure(partial(own_loop.timed, lookup), partial(own_loop.timed, drafted), groups, settings.repeats, desc)
             return {"pairs": pairs_to_json(pairs), "seconds": drafted.seconds.report()}
 
         key = {"by": "loop", "what": "speed", "drafter": drafter.content, "ngrams": [settings.ngram_min, settings.ngram_max]}
@@ -187,8 +190,7 @@ class Evaluation:
 
     def report(self) -> dict[str, Any]:
         """Everything measured, with every numerator and denominator, and the verdicts."""
-        eos = self.loop.eos_ids()
-        outputs = {cell.label: compare_outputs(cell.completions, self.references[cell.temperature], eos) for cell in self.cells}
+        outputs = {cell.label: compare_outputs(cell.completions, self.references[cell.temperature], self.eos_ids) for cell in self.cells}
         return {
             "dtype": self.engine.dtype,
             "prompts": len(self.requests),
@@ -200,6 +202,7 @@ class Evaluation:
             "speed": {"prompts": self.settings.speed_prompts, "max_tokens": self.settings.speed_tokens, "measured": self.speeds},
             "speed_beside_lookup": self.lookup_speeds,
             "verdicts": {drafter.name: self._verdict(drafter) for drafter in self.drafters},
+            "calibration": {drafter.name: drafter.calibration() for drafter in self.drafters},
             "failures": failures(outputs),
         }
 
@@ -211,6 +214,7 @@ class Evaluation:
             "by": cell.by,
             "headline": cell.headline,
             "acceptance_length": acceptance_length(self.counts(cell)),
+            "interval": macro_interval(self.counts(cell)).as_json(),
             "per_position": positions_by_kind(cell.completions, self.kinds, cell.draft_tokens),
             "outputs": outputs,
             "seconds": cell.seconds,

@@ -137,6 +137,16 @@ def paired_difference(
     return PairedDifference(difference, per_kind, _interval(first_macro / second_macro - 1.0, macros[:, 0] / macros[:, 1] - 1.0, tail))
 
 
+def macro_interval(counts: Sequence[PromptCount], *, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
+    """The macro-averaged acceptance length with the bootstrap interval over the prompts of each kind."""
+    generator = np.random.default_rng(seed)
+    draws = []
+    for members in by_kind(counts).values():
+        pairs = np.array([[(count.tokens, count.passes)] * 2 for count in members], dtype=np.int64)
+        draws.append(_resampled(pairs, generator, resamples)[:, 0])
+    return _interval(acceptance_length(counts)["macro"], np.mean(draws, axis=0), 100 * (1 - confidence) / 2)
+
+
 def _keyed(counts: Sequence[PromptCount]) -> Mapping[tuple[str, str], PromptCount]:
     keyed = {(count.kind, count.prompt): count for count in counts}
     if len(keyed) != len(counts):

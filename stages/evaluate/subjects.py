@@ -14,13 +14,14 @@ from stages.decoding.blocks import BlockProposer
 from stages.decoding.ngram import LoopGuard, NgramProposer
 from stages.decoding.proposer import Proposer
 from stages.decoding.speculative import spec_config
+from stages.drafters.calibration import CALIBRATION_FILE, read_calibration
 from stages.drafters.checkpoint import load_drafter
 from stages.errors import DraftlineError
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import VerifierIdentity
 from stages.pairing.lock import require_pair
 
-GUARDED, UNGUARDED = "prompt lookup, guarded", "prompt lookup"
+GUARDED, UNGUARDED = "guarded prompt lookup", "prompt lookup"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Drafter:
     def speculative(self, draft_tokens: int) -> dict[str, Any]:
         """vLLM's speculative config with K = `draft_tokens`."""
         return {**spec_config(self.checkpoint, self.config), "num_speculative_tokens": draft_tokens}
+
+    def calibration(self) -> dict[str, Any]:
+        """Way of decoding → how right its confidence head was on held-out blocks, before and after; empty without a calibrated head."""
+        if not (self.checkpoint / CALIBRATION_FILE).is_file():
+            return {}
+        modes = read_calibration(self.checkpoint).model_dump(mode="json")["modes"]
+        return {mode: {key: found[key] for key in ("fitted_on", "held_out")} for mode, found in modes.items()}
 
 
 def read_drafter(name: str, checkpoint: Path, identity: VerifierIdentity) -> Drafter:
