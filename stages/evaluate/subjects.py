@@ -26,21 +26,25 @@ GUARDED, UNGUARDED = "guarded prompt lookup", "prompt lookup"
 
 @dataclass(frozen=True)
 class Drafter:
-    """A checkpoint: `content` is the digest of its files, `trained` the most tokens it drafts per round."""
+    """A checkpoint.
+
+    Attributes:
+        content: digest of its files. engine: vLLM's speculative config for it. trained: the most tokens it drafts per round there.
+    """
 
     name: str
     checkpoint: Path
-    config: dict[str, Any]
     content: str
+    engine: dict[str, Any]
 
     @property
     def trained(self) -> int:
-        tokens: int = self.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        tokens: int = self.engine["num_speculative_tokens"]
         return tokens
 
     def speculative(self, draft_tokens: int) -> dict[str, Any]:
         """vLLM's speculative config with K = `draft_tokens`."""
-        return {**spec_config(self.checkpoint, self.config), "num_speculative_tokens": draft_tokens}
+        return {**self.engine, "num_speculative_tokens": draft_tokens}
 
     def calibration(self) -> dict[str, Any]:
         """Way of decoding → how right its confidence head was on held-out blocks, before and after; empty without a calibrated head."""
@@ -60,7 +64,7 @@ def read_drafter(name: str, checkpoint: Path, identity: VerifierIdentity) -> Dra
         raise DraftlineError(f"drafter {name!r}: this name is taken")
     manifest = read_manifest(checkpoint, identity.digest)
     require_pair(checkpoint, identity)
-    return Drafter(name, checkpoint, read_json(checkpoint / "config.json"), digest_json(manifest["files"]))
+    return Drafter(name, checkpoint, digest_json(manifest["files"]), spec_config(checkpoint, read_json(checkpoint / "config.json")))
 
 
 def choose_draft_tokens(trained: int, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
