@@ -35,7 +35,7 @@ class BlockProposer:
         """
         Args:
             draft_tokens: `K`; None: all of the trained block.
-            candidates: greedy drafts give the Markov bias to so many of the likeliest base tokens alone (`stages.decoding.markov`); None: to all, exact.
+            candidates: draft among so many of the likeliest tokens before the Markov bias (`stages.decoding.markov`); None: all, exact.
         Raises:
             DecodingError: more drafts than the drafter was trained for.
         """

@@ -1,9 +1,11 @@
 """The Markov chain of a block, left to right: greedy or sampled, over the whole vocabulary or over the likeliest candidates.
 
 On a CPU the chain is the dear part of a DSpark round: each slot multiplies `W2` `[D, R]`, 50 MB at D = 49,152 and R = 256, by one
-vector. With `k` candidates a slot reads only the rows of its `k` likeliest tokens by the backbone's own logits `U`. The
-choice is the exact one whenever a token outside cannot overtake: its score is at most `U_(k+1) + ‖f‖ · max ‖W2 row‖`,
-and the best candidate's is known. Slots where that inequality proves it are counted as `proved`.
+vector. With `k` candidates a slot reads only the rows of its `k` likeliest tokens by the backbone's own logits `U`.
+
+Greedy. The choice is the exact one whenever no token outside can overtake. With `m` the mean row of W2, the score of one is at
+most `U_(k+1) + m·f + ‖f‖ · max ‖W2 row − m‖`; where the best candidate reaches that, the slot is counted as `proved`.
+Sampling. Drafts are drawn among the candidates and q says so: a narrower q can cost acceptance, never correctness.
 
 Letters: `B` rows, `K` slots, `D` draft vocabulary, `H` hidden size, `R` Markov rank.
 """
@@ -35,7 +37,7 @@ class Chain:
     def __init__(self, drafter: Drafter, candidates: int | None = None) -> None:
         """
         Args:
-            candidates: `k`, greedy only; None: the whole vocabulary. Sampling always takes the whole: q must be known everywhere.
+            candidates: `k`; None: the whole vocabulary.
         Raises:
             DecodingError: fewer than one candidate.
         """
@@ -44,11 +46,13 @@ class Chain:
         self.drafter = drafter
         self.candidates = candidates
         self._slots = self._proved = 0
-        head = drafter.markov_head
-        self._longest_row = float(head.markov_w2.weight.norm(dim=1).max()) if head is not None and candidates is not None else 0.0
+        if candidates is not None and drafter.markov_head is not None:
+            rows = drafter.markov_head.markov_w2.weight.detach()
+            self._mean_row = rows.mean(dim=0)
+            self._longest_row = float((rows - self._mean_row).norm(dim=1).max())
 
     def counters(self) -> dict[str, int]:
-        """Slots drafted with candidates, and those of them that are proved to be the exact choice."""
+        """Slots drafted with candidates, and those of them whose best candidate is proved to be the best of all tokens."""
         return {} if self.candidates is None else {"markov_slots": self._slots, "markov_slots_proved": self._proved}
 
     @torch.inference_mode()
@@ -62,27 +66,31 @@ class Chain:
             tokens = drafter.draft_ids[base.argmax(dim=-1)]
             return Drafted(tokens, None, self._confidence(hidden, tokens, anchors))
         previous, state = anchors, head.initial_state(hidden) if head is not None else None
-        top = self._top(base) if sampling.greedy and head is not None else None
-        tokens_of, probabilities, drafted = [], [], []
+        top = self._top(base)
+        chain: list[Tensor] = []
+        probabilities: list[Tensor] = []
+        drafted: list[Tensor] = []
         for slot in range(hidden.shape[1]):
-            features = None
+            # Logits `[B, M]` of this slot, and the columns of the draft vocabulary that they belong to (None: all of them).
+            logits, columns = base[:, slot], None
             if head is not None and state is not None:
                 features, state = head.step(previous, hidden[:, slot], state)
-            if top is not None and features is not None:
-                columns = self._best_candidate(top[0][:, slot], top[1][:, slot], features)
-            else:
-                logits = base[:, slot] if head is None or features is None else base[:, slot] + head.markov_w2(features)
-                if sampling.greedy:
-                    columns = logits.argmax(dim=-1)
+                if top is None:
+                    logits = logits + head.markov_w2(features)
                 else:
-                    q = distribution(logits, sampling)
-                    chosen = draw(q.probabilities, generator)
-                    columns = q.tokens(chosen)
-                    drafted.append(q.probabilities.gather(1, chosen[:, None])[:, 0])
-                    probabilities.append(q.dense(logits.shape[1]))
-            previous = drafter.draft_ids[columns]
-            tokens_of.append(previous)
-        tokens = torch.stack(tokens_of, dim=1)
+                    logits, columns = self._of_candidates(top[0][:, slot], top[1][:, slot], features)
+            if sampling.greedy:
+                place = logits.argmax(dim=-1)
+            else:
+                q = distribution(logits, sampling)
+                chosen = draw(q.probabilities, generator)
+                drafted.append(q.probabilities.gather(1, chosen[:, None])[:, 0])
+                place = q.tokens(chosen)
+                dense = q.dense(logits.shape[1])
+                probabilities.append(dense if columns is None else dense.new_zeros(base[:, slot].shape).scatter_(1, columns, dense))
+            previous = drafter.draft_ids[place if columns is None else columns.gather(1, place[:, None])[:, 0]]
+            chain.append(previous)
+        tokens = torch.stack(chain, dim=1)
         draws = None
         if not sampling.greedy:
             ids = drafter.draft_ids if drafter.config.reduced_vocabulary else None
@@ -91,22 +99,20 @@ class Chain:
 
     def _top(self, base: Tensor) -> tuple[Tensor, Tensor] | None:
         """The `k + 1` likeliest tokens of every slot: values and columns `[B, K, k + 1]`; None where all are candidates."""
-        if self.candidates is None or self.candidates >= base.shape[-1]:
+        if self.candidates is None or self.drafter.markov_head is None or self.candidates >= base.shape[-1]:
             return None
         values, columns = base.topk(self.candidates + 1, dim=-1)
         return values, columns
 
-    def _best_candidate(self, values: Tensor, columns: Tensor, features: Tensor) -> Tensor:
-        """`[B]` best column of the candidates `[B, k + 1]` (the last is the best of the others), given `f` `[B, R]`."""
+    def _of_candidates(self, values: Tensor, columns: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and columns `[B, k]` of the candidates, given `f` `[B, R]`; of `k + 1` values the last is the best of the others."""
         head = self.drafter.markov_head
         assert head is not None
-        rows = head.markov_w2.weight[columns[:, :-1]]
-        scores = values[:, :-1] + torch.bmm(rows, features[:, :, None])[:, :, 0]
-        best, place = scores.max(dim=-1)
-        bound = values[:, -1] + features.norm(dim=-1) * self._longest_row
-        self._slots += len(best)
-        self._proved += int((best >= bound).sum())
-        return columns.gather(1, place[:, None])[:, 0]
+        scores = values[:, :-1] + torch.bmm(head.markov_w2.weight[columns[:, :-1]], features[:, :, None])[:, :, 0]
+        bound = values[:, -1] + features @ self._mean_row + features.norm(dim=-1) * self._longest_row
+        self._slots += len(scores)
+        self._proved += int((scores.amax(dim=-1) >= bound).sum())
+        return scores, columns[:, :-1]
 
     def _confidence(self, hidden: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor | None:
         """`[B, K]` survival probabilities, all slots in one product: each depends on the token before it alone."""

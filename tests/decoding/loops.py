@@ -39,11 +39,12 @@ PROPOSERS = (*SHAPES, *OTHERS)
 
 @dataclass
 class Pair:
-    """A tiny verifier in `directory` and everything that can draft for it."""
+    """A tiny verifier in `directory` and everything that can draft for it; `draft_model` is the model in `draft_directory`."""
 
     directory: Path
     model: Any
     checkpoints: dict[str, Path]
+    draft_directory: Path
     draft_model: Any
 
     def proposer(self, name: str, draft_tokens: int = K) -> Proposer:
@@ -65,7 +66,7 @@ def make_pair(root: Path) -> Pair:
     # Weights close to the verifier's: it agrees often, not always.
     other = make_bigram_verifier(root / "draft", strength=0.03)
     checkpoints = {name: write_drafter(root / name.replace(" ", "-"), verifier, **options) for name, options in SHAPES.items()}
-    return Pair(verifier, load_model(verifier, torch.float32), checkpoints, load_model(other, torch.float32))
+    return Pair(verifier, load_model(verifier, torch.float32), checkpoints, other, load_model(other, torch.float32))
 
 
 @torch.inference_mode()

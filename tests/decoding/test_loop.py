@@ -75,9 +75,9 @@ def test_no_proposer_changes_greedy_output(pair: Pair, expected: list[list[int]]
     assert tokens(done) == expected
     for prompt, entry in zip(PROMPTS, done, strict=True):
         check_rounds(prompt, entry)
-    accepted = [each.accepted for entry in done for each in entry.rounds]
-    if name in ("dspark", "draft model", "itself"):
-        assert {0, K} <= set(accepted) or name == "itself", "the pair was made to have drafts refused and whole blocks accepted"
+    accepted = {each.accepted for entry in done for each in entry.rounds}
+    if name in ("dspark", "draft model"):
+        assert min(accepted) == 0 < 2 <= max(accepted), "the pair was made to have drafts refused and drafts accepted"
 
 
 def test_a_draft_model_that_is_the_verifier_is_always_right(pair: Pair) -> None:

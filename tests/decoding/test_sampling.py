@@ -216,13 +216,14 @@ def read_together(self: CachedModel, prompts: list[list[int]]) -> Read:
 
 
 @pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7, top-p"])
-@pytest.mark.parametrize("proposer", ["dspark", "dspark, reduced vocabulary", "draft model", "prompt lookup", "nobody"])
+@pytest.mark.parametrize("proposer", ["dspark", "dspark, reduced vocabulary", "dspark, candidates", "draft model", "prompt lookup", "nobody"])
 def test_the_loop_has_the_verifiers_distribution(monkeypatch: pytest.MonkeyPatch, proposer: str, name: str) -> None:
     monkeypatch.setattr(CachedModel, "read_prompts", read_together)
     model, sampling, prompt = tiny_model(0), SAMPLINGS[name], [1, 4, 2, 1]
     makers: dict[str, Callable[[], Proposer | None]] = {
         "dspark": lambda: BlockProposer(tiny_drafter(model, None)),
         "dspark, reduced vocabulary": lambda: BlockProposer(tiny_drafter(model, torch.tensor([0, 2, 3]))),
+        "dspark, candidates": lambda: BlockProposer(tiny_drafter(model, None), candidates=2),
         "draft model": lambda: DraftModelProposer(tiny_model(1, 1), 2),
         "prompt lookup": lambda: NgramProposer(2, 1, 2),
         "nobody": lambda: None,
