@@ -53,8 +53,8 @@ def with_options(params: Params, options: dict[str, str | None]) -> Params:
     return parse_params(data, Path("params.yaml with the options"))
 
 
-def compare(params: Params, checkpoints: list[str], output: Path) -> None:
-    """Measure and report; fails, after the report is written, where outputs are degraded."""
+def compare(params: Params, checkpoints: list[str], output: Path, engine_too: bool = True) -> None:
+    """Measure and report; fails, after the report is written, where outputs are degraded. Arguments as `Evaluation`."""
     identity = read_identity()
     drafters = named_checkpoints(checkpoints, identity)
     chosen = held_out_prompts(params.evaluate.prompts_per_kind)
@@ -66,7 +66,7 @@ def compare(params: Params, checkpoints: list[str], output: Path) -> None:
         "prompts": digest_json([[sample.id, list(sample.prompt_ids)] for group in chosen.values() for sample in group]),
         **{name: getattr(settings, name) for name in ("max_tokens", "repeats", "speed_prompts", "speed_tokens")},
     }
-    evaluation = Evaluation(drafters, chosen, verifier_directory(identity), engine, settings, Store(output / "measured", about))
+    evaluation = Evaluation(drafters, chosen, verifier_directory(identity), engine, settings, Store(output / "measured", about), engine_too)
     evaluation.run()
     report = {"verifier": identity.digest, "checkpoints": {drafter.name: drafter.content for drafter in drafters}, **evaluation.report()}
     write_reports(report, output)
@@ -78,12 +78,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stages.evaluate.compare", description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", action="append", required=True, metavar="NAME=DIR", help="a converted drafter; several times")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="report.json, report.md, plots/ and measured/")
+    parser.add_argument("--acceptance-only", action="store_true", help="all through our own loop, nothing timed: a fraction of the time")
     for name, field in Evaluate.model_fields.items():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=(field.description or "").replace("%", "%%"))
     options = vars(parser.parse_args(arguments))
-    checkpoints, output = options.pop("checkpoint"), options.pop("output")
+    checkpoints, output, acceptance_only = (options.pop(name) for name in ("checkpoint", "output", "acceptance_only"))
     try:
-        compare(with_options(read_params(), options), checkpoints, output)
+        compare(with_options(read_params(), options), checkpoints, output, not acceptance_only)
     except DraftlineError as error:
         print(f"draftline compare: {error}", file=sys.stderr)
         return 1

@@ -60,12 +60,21 @@ class Evaluation:
     """The measurements of one call; `cells` in the order they were made."""
 
     def __init__(
-        self, drafters: Sequence[Drafter], chosen: dict[str, list[TokenSample]], verifier: Path, engine: EngineConfig, settings: Evaluate, store: Store
+        self,
+        drafters: Sequence[Drafter],
+        chosen: dict[str, list[TokenSample]],
+        verifier: Path,
+        engine: EngineConfig,
+        settings: Evaluate,
+        store: Store,
+        engine_too: bool = True,
     ) -> None:
         """
         Args:
             chosen: kind → prompts. verifier: its directory. engine: the verifier alone.
+            engine_too: false: acceptance alone, all of it through our own loop; no speed, so no verdict.
         """
+        self.engine_too = engine_too
         self.drafters, self.chosen, self.settings, self.engine, self.store = drafters, chosen, settings, engine, store
         self.kinds = {sample.id: kind for kind, group in chosen.items() for sample in group}
         self.requests = [Request(sample.id, sample.prompt_ids, settings.max_tokens) for group in chosen.values() for sample in group]
@@ -82,6 +91,10 @@ class Evaluation:
         """Measured K of a drafter, ascending; the trained one is the last."""
         return choose_draft_tokens(drafter.trained, self.settings.draft_tokens)[0]
 
+    def in_the_loop(self) -> list[float]:
+        """Temperatures at which our own loop runs the drafters."""
+        return sorted(set(self.settings.temperatures) - ({0.0} if self.engine_too else set()))
+
     def speed_requests(self) -> list[Request]:
         """The prompts of each kind in turn, for speed."""
         longest = max(len(group) for group in self.chosen.values())
@@ -96,8 +109,9 @@ class Evaluation:
     def run(self) -> None:
         """Measure it all."""
         self.eos_ids = self.loop.eos_ids()
-        self._greedy_through_the_engine()
-        for temperature in sorted(set(self.settings.temperatures) - {0.0}):
+        if self.engine_too:
+            self._greedy_through_the_engine()
+        for temperature in self.in_the_loop():
             alone = self._in_the_loop(self.loop.decoder(None), "verifier alone", {"drafter": None}, temperature, 1)
             self.references[temperature] = alone.completions
         self._prompt_lookup()
@@ -158,13 +172,18 @@ class Evaluation:
                 self.cells.append(Cell(name, temperature, most, "loop", True, done.completions, done.seconds, done.counters))
 
     def _drafter_in_the_loop(self, drafter: Drafter) -> None:
-        """Sampled cells, and greedy speed beside guarded prompt lookup, one prompt at a time."""
-        settings = self.settings
+        """What the engine does not do."""
         drafted = self.loop.decoder(load_proposer(drafter, self.verifier, self.dtype))
-        for temperature in sorted(set(settings.temperatures) - {0.0}):
+        for temperature in self.in_the_loop():
             for count in self.draft_tokens(drafter):
                 done = self._in_the_loop(drafted, drafter.name, {"drafter": drafter.content}, temperature, count)
                 self.cells.append(Cell(drafter.name, temperature, count, "loop", count == drafter.trained, done.completions, done.seconds, done.counters))
+        if self.engine_too:
+            self._beside_lookup(drafter, drafted)
+
+    def _beside_lookup(self, drafter: Drafter, drafted: Decoder) -> None:
+        """Greedy speed of our own loop beside guarded prompt lookup, one prompt at a time."""
+        settings = self.settings
 
         def make() -> Any:
             drafted.sampling, drafted.scheduler = Sampling(), None
@@ -192,6 +211,7 @@ class Evaluation:
         """Everything measured, with every numerator and denominator, and the verdicts."""
         outputs = {cell.label: compare_outputs(cell.completions, self.references[cell.temperature], self.eos_ids) for cell in self.cells}
         return {
+            "drafters": [drafter.name for drafter in self.drafters],
             "dtype": self.engine.dtype,
             "prompts": len(self.requests),
             "max_tokens": self.settings.max_tokens,
@@ -201,7 +221,7 @@ class Evaluation:
             "leads": self._leads(),
             "speed": {"prompts": self.settings.speed_prompts, "max_tokens": self.settings.speed_tokens, "measured": self.speeds},
             "speed_beside_lookup": self.lookup_speeds,
-            "verdicts": {drafter.name: self._verdict(drafter) for drafter in self.drafters},
+            "verdicts": {drafter.name: self._verdict(drafter) for drafter in self.drafters if self.engine_too},
             "calibration": {drafter.name: drafter.calibration() for drafter in self.drafters},
             "failures": failures(outputs),
         }

@@ -43,8 +43,9 @@ def draw_all(report: Report, directory: Path) -> list[Path]:
         "acceptance_per_position": per_position,
         "acceptance_length": acceptance_length,
         "sweep": sweep,
-        "speed": speed,
     }
+    if report["speed"]["measured"]:
+        figures["speed"] = speed
     if any(report["calibration"].values()):
         figures["calibration"] = calibration
     paths = []
@@ -62,7 +63,7 @@ def draw_all(report: Report, directory: Path) -> list[Path]:
 
 def colours(report: Report) -> dict[str, str]:
     """One colour per drafter, the same in every figure; prompt lookup has its own."""
-    drafters = list(report["verdicts"])
+    drafters = list(report["drafters"])
     others = sorted({cell["drafter"] for cell in report["cells"]} - set(drafters))
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(drafters)} | dict(zip(others, LOOKUP_COLOURS, strict=False))
 
@@ -80,7 +81,7 @@ def per_position(report: Report) -> Figure:
     top = 0.05
     for place, (axis, temperature) in enumerate(zip(axes, shown, strict=True)):
         cells = headlines(report, temperature)
-        if len(report["verdicts"]) == 1:
+        if len(report["drafters"]) == 1:
             for kind, rows in cells[0]["per_position"]["per_kind"].items():
                 values = [row["cumulative"] for row in rows]
                 top = max(top, *values)
@@ -98,12 +99,12 @@ def per_position(report: Report) -> Figure:
                 linewidth=2.2,
                 marker="o",
                 markersize=5,
-                linestyle="-" if cell["drafter"] in report["verdicts"] else "--",
+                linestyle="-" if cell["drafter"] in report["drafters"] else "--",
                 label=cell["drafter"],
             )
         most = max(cell["draft_tokens"] for cell in cells)
         axis.set(xlabel="position in the block", title=f"Temperature {temperature:g}", xticks=range(1, most + 1))
-        axis.set_xlim(0.2 if len(report["verdicts"]) == 1 else 0.7, most + 0.3)
+        axis.set_xlim(0.2 if len(report["drafters"]) == 1 else 0.7, most + 0.3)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axis.grid(axis="y", alpha=0.3)
         if place == 0:
@@ -145,28 +146,30 @@ def acceptance_length(report: Report) -> Figure:
 
 def sweep(report: Report) -> Figure:
     """Left: acceptance length by K with its interval. Right: speed against the verifier alone by K, with the range of the pairs."""
-    figure, (left, right) = panels(2)
+    timed = bool(report["speed"]["measured"])
+    figure, axes = panels(2 if timed else 1)
+    left = axes[0]
     colour = colours(report)
     for style, temperature in zip(STYLES, temperatures(report), strict=False):
-        for name in report["verdicts"]:
+        for name in report["drafters"]:
             cells = [cell for cell in report["cells"] if cell["drafter"] == name and cell["temperature"] == temperature]
             values = [{"median": cell["interval"]["estimate"], "min": cell["interval"]["low"], "max": cell["interval"]["high"]} for cell in cells]
             _with_range(left, [cell["draft_tokens"] for cell in cells], values, colour[name], style, f"{name}, temperature {temperature:g}")
-    for name in report["verdicts"]:
-        measured = [entry for entry in report["speed"]["measured"] if entry["drafter"] == name and entry["batch_size"] == 1]
-        _with_range(right, [entry["draft_tokens"] for entry in measured], [entry["ratio"] for entry in measured], colour[name], "-", name)
-    ticks = sorted({cell["draft_tokens"] for cell in report["cells"] if cell["drafter"] in report["verdicts"]})
-    left.set(xlabel="drafts per round (K)", ylabel="tokens per verifier pass", title="Acceptance length, macro average", xticks=ticks)
-    right.set(xlabel="drafts per round (K)", ylabel="× verifier alone", title="Speed, one prompt at a time", xticks=ticks)
-    right.axhline(1.0, color="black", linewidth=1)
-    for axis in (left, right):
+    if timed:
+        for name in report["drafters"]:
+            measured = [entry for entry in report["speed"]["measured"] if entry["drafter"] == name and entry["batch_size"] == 1]
+            _with_range(axes[1], [entry["draft_tokens"] for entry in measured], [entry["ratio"] for entry in measured], colour[name], "-", name)
+        axes[1].axhline(1.0, color="black", linewidth=1)
+        axes[1].set(ylabel="× verifier alone", title="Speed, one prompt at a time", ylim=(0, max(1.2, 1.3 * axes[1].get_ylim()[1])))
+    ticks = sorted({cell["draft_tokens"] for cell in report["cells"] if cell["drafter"] in report["drafters"]})
+    left.set(ylabel="tokens per verifier pass", title="Acceptance length, macro average")
+    for axis in axes:
         axis.grid(axis="y", alpha=0.3)
         axis.legend(frameon=False, fontsize=9, loc="upper left")
-        axis.set_xlim(min(ticks) - 0.6, max(ticks) + 0.6)
+        axis.set(xlabel="drafts per round (K)", xticks=ticks, xlim=(min(ticks) - 0.6, max(ticks) + 0.6))
     # Room for the legend above the lines.
     low, high = min(1.0, left.get_ylim()[0]), left.get_ylim()[1]
-    left.set_ylim(low, high + (high - low) * (0.08 + 0.07 * len(left.get_legend().get_texts())))
-    right.set_ylim(0, max(1.2, 1.3 * right.get_ylim()[1]))
+    left.set_ylim(low, high + (high - low) * (0.08 + 0.07 * len(left.get_legend_handles_labels()[1])))
     return figure
 
 
@@ -176,7 +179,7 @@ def speed(report: Report) -> Figure:
     colour = colours(report)
     trained = {cell["drafter"]: cell["draft_tokens"] for cell in report["cells"] if cell["headline"]}
     sizes = sorted({entry["batch_size"] for entry in report["speed"]["measured"]})
-    for place, name in enumerate(report["verdicts"]):
+    for place, name in enumerate(report["drafters"]):
         measured = [entry for entry in report["speed"]["measured"] if entry["drafter"] == name and entry["draft_tokens"] == trained[name]]
         batches = [entry["batch_size"] for entry in measured]
         _with_range(left, batches, [entry["drafted"] for entry in measured], colour[name], "-", name)

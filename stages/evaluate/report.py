@@ -10,6 +10,11 @@ from stages.evaluate.tables import Row, interval, percent, relative, spread, tab
 
 Report = dict[str, Any]
 
+THROUGH_BOTH = (
+    "Greedy decoding of the drafters and all speed beside the verifier alone through vLLM; temperature above 0 and prompt lookup",
+    "through our own loop, which samples drafts as they are meant to be sampled.",
+)
+
 
 def temperatures(report: Report) -> list[float]:
     return sorted({cell["temperature"] for cell in report["cells"]})
@@ -19,7 +24,7 @@ def headlines(report: Report, temperature: float) -> list[dict[str, Any]]:
     """Each drafter's cell at its trained K, prompt lookup last."""
     return sorted(
         (cell for cell in report["cells"] if cell["headline"] and cell["temperature"] == temperature),
-        key=lambda cell: cell["drafter"] not in report["verdicts"],
+        key=lambda cell: cell["drafter"] not in report["drafters"],
     )
 
 
@@ -90,7 +95,7 @@ def position_section(report: Report, temperature: float) -> list[str]:
     """Acceptance at each position of the drafters at their trained K: rate with its counts, survival, and each kind's rate."""
     lines: list[str] = []
     for cell in headlines(report, temperature):
-        if cell["drafter"] not in report["verdicts"]:
+        if cell["drafter"] not in report["drafters"]:
             continue
         tables = cell["per_position"]
         rows = [
@@ -110,7 +115,7 @@ def position_section(report: Report, temperature: float) -> list[str]:
 
 def guard_line(report: Report) -> str:
     """What the guard of prompt lookup does."""
-    cells = {cell["drafter"]: cell for cell in report["cells"] if cell["temperature"] == 0.0 and cell["drafter"] not in report["verdicts"]}
+    cells = {cell["drafter"]: cell for cell in report["cells"] if cell["temperature"] == 0.0 and cell["drafter"] not in report["drafters"]}
     guarded, bare = cells[GUARDED], next(cell for name, cell in cells.items() if name != GUARDED)
     return (
         f"The guard of prompt lookup dropped {guarded['counters'].get('guarded_tokens', 0)} drafted tokens that would have extended a loop: "
@@ -134,6 +139,32 @@ def speed_rows(report: Report) -> list[Row]:
     ]
 
 
+def speed_section(report: Report) -> list[str]:
+    speed = report["speed"]
+    timed = [
+        f"Greedy, up to {speed['max_tokens']} tokens each (reading the prompt included), {speed['prompts']} prompts or as many as the batch, with and",
+        "without the drafter in turn: medians, and the range of the ratios of the pairs.",
+        "",
+        *table(("drafter", "K", "batch", "alone, tokens/s", "drafted, tokens/s", "ratio", "pairs"), speed_rows(report)),
+        "",
+        "![Speed against batch size](plots/speed.png)",
+        "",
+        "Beside guarded prompt lookup, in our own loop (no engine has the guard), one prompt at a time:",
+        "",
+        *table(("drafter", "lookup, tokens/s", "drafted, tokens/s", "ratio"), lookup_speed_rows(report)),
+        "",
+    ]
+    return [
+        "## Speed",
+        "",
+        *(timed if speed["measured"] else []),
+        "Parts of a round in our own loop; head: the Markov chain, part of the drafter.",
+        "",
+        *table(("drafter", "temperature", "K", "batch", "ms per round", "verifier", "drafter", "head", "other"), round_rows(report)),
+        "",
+    ]
+
+
 def lookup_speed_rows(report: Report) -> list[Row]:
     return [
         (entry["drafter"], f"{entry['baseline']['median']:.1f}", f"{entry['drafted']['median']:.1f}", spread(entry["ratio"]))
@@ -152,7 +183,7 @@ def round_rows(report: Report) -> list[Row]:
 
     trained = {cell["drafter"]: cell["draft_tokens"] for cell in report["cells"] if cell["headline"]}
     rows = [row(entry["drafter"], 0.0, trained[entry["drafter"]], 1, entry["seconds"]) for entry in report["speed_beside_lookup"]]
-    cells = [cell for cell in report["cells"] if cell["seconds"] is not None and cell["drafter"] in report["verdicts"]]
+    cells = [cell for cell in report["cells"] if cell["seconds"] is not None and cell["drafter"] in report["drafters"]]
     return rows + [row(cell["drafter"], cell["temperature"], cell["draft_tokens"], report["batch_size"], cell["seconds"]) for cell in cells]
 
 
@@ -188,14 +219,13 @@ def markdown(report: Report) -> str:
     """The whole report."""
     speed = report["speed"]
     lines = [
-        f"# Evaluation of {'the drafter' if len(report['verdicts']) == 1 else 'drafters'}",
+        f"# Evaluation of {'the drafter' if len(report['drafters']) == 1 else 'drafters'}",
         "",
         *verdict_lines(report),
         *failure_lines(report),
         "",
-        f"{report['prompts']} held-out prompts, up to {report['max_tokens']} tokens each, {report['dtype']}. Greedy decoding of the drafters and all",
-        "speed beside the verifier alone through vLLM; temperature above 0 and prompt lookup through our own loop, which samples drafts as",
-        "they are meant to be sampled.",
+        f"{report['prompts']} held-out prompts, up to {report['max_tokens']} tokens each, {report['dtype']}.",
+        *(THROUGH_BOTH if speed["measured"] else ["Through our own loop; nothing was timed beside the verifier alone."]),
         "",
         "## Acceptance length",
         "",
@@ -226,23 +256,7 @@ def markdown(report: Report) -> str:
         *(line for temperature in temperatures(report) for line in position_section(report, temperature)),
         "![Acceptance per position](plots/acceptance_per_position.png)",
         "",
-        "## Speed",
-        "",
-        f"Greedy, up to {speed['max_tokens']} tokens each (reading the prompt included), {speed['prompts']} prompts or as many as the batch, with and",
-        "without the drafter in turn: medians, and the range of the ratios of the pairs.",
-        "",
-        *table(("drafter", "K", "batch", "alone, tokens/s", "drafted, tokens/s", "ratio", "pairs"), speed_rows(report)),
-        "",
-        "![Speed against batch size](plots/speed.png)",
-        "",
-        "Beside guarded prompt lookup, in our own loop (no engine has the guard), one prompt at a time:",
-        "",
-        *table(("drafter", "lookup, tokens/s", "drafted, tokens/s", "ratio"), lookup_speed_rows(report)),
-        "",
-        "Parts of a round in our own loop; head: the Markov chain, part of the drafter.",
-        "",
-        *table(("drafter", "temperature", "K", "batch", "ms per round", "verifier", "drafter", "head", "other"), round_rows(report)),
-        "",
+        *speed_section(report),
         "## Outputs",
         "",
         "Against the verifier alone, same prompt, same sampling settings. Degraded: an output that loops, is empty or ends early where the",

@@ -91,8 +91,12 @@ def make_report(scale: float = 1.0, settings: Evaluate | None = None, broken: bo
     return {"verifier": "0" * 64, "checkpoint": "1" * 64, **headline(report, "drafter")}
 
 
-def make_comparison() -> dict[str, Any]:
+def make_comparison(engine_too: bool = True) -> dict[str, Any]:
     """Of three drafters."""
-    report = measured({"dspark": 1.3, "dflash": 1.1, "eagle3": 0.9}).report()
+    evaluation = measured({"dspark": 1.3, "dflash": 1.1, "eagle3": 0.9})
+    evaluation.engine_too = engine_too
+    if not engine_too:
+        evaluation.speeds, evaluation.lookup_speeds = [], []
+    report = evaluation.report()
     report["calibration"]["dspark"] = calibrated()
     return {"verifier": "0" * 64, "checkpoints": {}, **report}

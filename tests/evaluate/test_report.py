@@ -60,6 +60,17 @@ def test_a_comparison_holds_every_drafter_and_who_leads_whom_at_each_temperature
         assert f"### {drafter}, temperature 1" in text
 
 
+def test_without_the_engine_there_is_acceptance_but_no_speed_and_no_verdict(tmp_path: Path) -> None:
+    comparison = make_comparison(engine_too=False)
+    write_reports(comparison, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert comparison["verdicts"] == {}
+    assert "| dspark over dflash " in text
+    assert "nothing was timed" in text
+    assert "plots/speed.png" not in text
+    assert not (tmp_path / "plots" / "speed.png").exists()
+
+
 def test_degraded_outputs_stand_at_the_top_of_the_report() -> None:
     report = make_report(settings=Evaluate(), broken=True)
     assert report["failures"] == [line for line in report["failures"] if line.startswith("drafter, temperature 1, K = 7: 15 of 15 outputs are empty")] != []
