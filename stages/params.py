@@ -281,6 +281,9 @@ class Deploy(Section):
     host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on; 0.0.0.0 is every one of the machine.")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the server.")
     max_num_seqs: int = Field(8, ge=1, description="Requests served at a time.")
+    speculation: Literal["measured", "fixed"] = Field(
+        "measured", description="measured: as many drafts per batch size as evaluate found to pay, 0 where none do; fixed: always as many as the drafter makes."
+    )
     startup_seconds: int = Field(300, ge=10, description="Longest wait for the server's health.")
 
 

@@ -51,22 +51,22 @@ def ready_plan(path: Path = PLAN) -> dict[str, Any]:
         raise DraftlineError(f"{path}: made for {plan['engine']}, installed is {engine}; run dvc repro -f -s deploy")
     checkpoint = fetch(plan["registered"])
     directory = Path(plan["verifier"]["directory"])
-    _require_argv(path, plan["argv"], directory, checkpoint)
+    _require_argv(path, plan["argv"], directory, None if plan.get("speculation") == [] else checkpoint)
     require_pair(checkpoint, compute_identity(directory, DIGEST_CACHE))
     require_free_port(plan)
     return plan
 
 
-def _require_argv(path: Path, argv: list[str], verifier: Path, checkpoint: Path) -> None:
-    """What is started must be what is checked. Raises DraftlineError."""
+def _require_argv(path: Path, argv: list[str], verifier: Path, checkpoint: Path | None) -> None:
+    """What is started must be what is checked; without a checkpoint nothing drafts. Raises DraftlineError."""
     if str(verifier) not in argv:
         raise DraftlineError(f"{path}: argv does not serve {verifier}, the plan's verifier; run dvc repro -f -s deploy")
     try:
         drafter = json.loads(argv[argv.index("--speculative-config") + 1])["model"]
     except (ValueError, IndexError, KeyError, TypeError):
         drafter = None
-    if drafter != str(checkpoint):
-        raise DraftlineError(f"{path}: argv drafts with {drafter}, registered is {checkpoint}; run dvc repro -f -s deploy")
+    if drafter != (None if checkpoint is None else str(checkpoint)):
+        raise DraftlineError(f"{path}: argv drafts with {drafter}, to draft with is {checkpoint}; run dvc repro -f -s deploy")
 
 
 def _introduce(plan: dict[str, Any], url: str) -> None:

@@ -1,16 +1,20 @@
 """Calibration of the confidence head: sequential temperature scaling of the prefix survival (DSpark paper).
 
-    temperatures = fit(logits, survived)                 # [K], on validation data
-    survival = prefix_survival(logits, temperatures)     # [N, K], what the schedulers sort by
+    scale = fit(logits, survived)                        # one temperature per slot, on validation data
+    survival = prefix_survival(logits, scale)            # [N, K], what the schedulers sort by
 
 The head says how likely slot k is accepted, given that all slots before it were; a scheduler spends verifier tokens by the
 product of those, so the product is what has to be right: among the blocks with survival 0.3 at slot k, three in ten are
 accepted up to k. Slot by slot one temperature is found on a grid, the earlier ones fixed.
 
 Letters: `N` blocks, `K` slots. `survived` `[N, K]` holds what came true of each prefix: 1 or 0, or its expectation; NaN where
-nobody knows. It never rises along a row. Survival means another thing to each way of decoding, so each has its own
-temperatures (`MODES`): under greedy a draft is accepted where it is the verifier's most likely token; under sampling at
-temperature 1 with probability 1 − ½‖q − p‖₁, which is what the head was trained on and is lower.
+nobody knows. It never rises along a row.
+
+Survival means another thing to each way of decoding, so each has its own scale (`MODES`). Under sampling at temperature 1 a draft
+is accepted with probability 1 − ½‖q − p‖₁: that is what the head was trained on, and temperatures are enough. Under greedy
+it is accepted where it is the verifier's most likely token, mostly more often than that. No temperature says so: it moves no
+probability across ½. There each slot has a shift beside its temperature, and the pair has the least ECE of those whose log loss is
+within a hundredth of the least: ECE by itself would be content with two numbers that tell every block the same.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ CALIBRATION_FILE = "calibration.json"
 BINS = 10
 GRID = torch.logspace(math.log10(0.2), math.log10(5.0), 141, dtype=torch.float64)
 """Temperatures that are tried: a fifth to five, 2.3 % apart; the middle one is 1."""
+SHIFTS = torch.linspace(-4.0, 4.0, 41, dtype=torch.float64)
+LOSS_MARGIN = 1.01
+"""With shifts: log loss of a pair that may be chosen, as a share of the least."""
 
 
 def _bin_sums(predicted: Tensor, values: Tensor, bins: int) -> Tensor:
@@ -50,15 +57,23 @@ def calibration_errors(predicted: Tensor, survived: Tensor, bins: int = BINS) ->
     return _bin_sums(predicted, predicted - survived.double()[:, None], bins).abs().sum(dim=0) / len(predicted)
 
 
-def prefix_survival(logits: Tensor, temperatures: Tensor | None = None) -> Tensor:
-    """Survival of each prefix, `[…, K]`, non-increasing along a block: Π_{i≤k} σ(logit_i / temperature_i).
+class Scale(NamedTuple):
+    """How a head's logits are read: σ(logit / temperature + shift) per slot, `[K]` each."""
+
+    temperatures: Tensor
+    shifts: Tensor
+
+
+def prefix_survival(logits: Tensor, scale: Scale | None = None) -> Tensor:
+    """Survival of each prefix, `[…, K]`, non-increasing along a block: the product of the slots' probabilities up to each.
 
     Args:
-        logits: `[…, K]` of the confidence head. temperatures: `[K]` or longer; None: all 1, as the head says it.
+        logits: `[…, K]` of the confidence head. scale: of at least as many slots; None: as the head says it.
     """
     logits = logits.double()
-    if temperatures is not None:
-        logits = logits / temperatures[: logits.shape[-1]].double()
+    if scale is not None:
+        slots = logits.shape[-1]
+        logits = logits / scale.temperatures[:slots].double() + scale.shifts[:slots].double()
     return torch.sigmoid(logits).cumprod(dim=-1)
 
 
@@ -67,26 +82,40 @@ def logit(confidence: Tensor) -> Tensor:
     return torch.logit(confidence.double(), eps=1e-6)
 
 
-def fit(logits: Tensor, survived: Tensor, bins: int = BINS) -> Tensor:
-    """One temperature per slot, `[K]`: the one of `GRID` with the least ECE of the prefix survival, earlier slots fixed.
+def _log_losses(predicted: Tensor, survived: Tensor) -> Tensor:
+    """Mean log loss of each column of `predicted` `[n, G]` against `survived` `[n]`: `[G]`."""
+    p, y = predicted.clamp(1e-9, 1.0 - 1e-9), survived.double()[:, None]
+    return -(y * p.log() + (1.0 - y) * torch.log1p(-p)).mean(dim=0)
 
-    Equal ones: the nearest to 1. A slot of which nothing is known keeps 1.
+
+def fit(logits: Tensor, survived: Tensor, shifted: bool = False, bins: int = BINS) -> Scale:
+    """The scale of each slot, from the first on, with the earlier ones fixed.
+
+    That is the one with the least ECE of the prefix survival (equal ones: the nearest to 1, and to 0), with shifts among those of nearly
+    the least log loss. A slot of which nothing is known is left as it is.
 
     Args:
         logits: `[N, K]`, as an engine would see them: along the drafted tokens. survived: `[N, K]`, NaN where unknown.
     """
     logits, survived = logits.double(), survived.double()
     prefix = torch.ones(len(logits), dtype=torch.float64)
-    temperatures = torch.ones(logits.shape[1], dtype=torch.float64)
-    nearest_first = torch.argsort(GRID.log().abs(), stable=True)
-    grid = GRID[nearest_first]
+    scale = Scale(torch.ones(logits.shape[1], dtype=torch.float64), torch.zeros(logits.shape[1], dtype=torch.float64))
+    grid = GRID[torch.argsort(GRID.log().abs(), stable=True)][:: 2 if shifted else 1]
+    shifts = SHIFTS[torch.argsort(SHIFTS.abs(), stable=True)] if shifted else SHIFTS.new_zeros(1)
     for k in range(logits.shape[1]):
         known = ~survived[:, k].isnan()
         if known.any():
-            tried = prefix[known, None] * torch.sigmoid(logits[known, k, None] / grid)
-            temperatures[k] = grid[calibration_errors(tried, survived[known, k], bins).argmin()]
-        prefix = prefix * torch.sigmoid(logits[:, k] / temperatures[k])
-    return temperatures
+            scaled, before, after = logits[known, k, None] / grid, prefix[known, None], survived[known, k]
+            errors, losses = [], []
+            for shift in shifts:
+                tried = before * torch.sigmoid(scaled + shift)
+                errors.append(calibration_errors(tried, after, bins))
+                losses.append(_log_losses(tried, after) if shifted else errors[-1].new_zeros(()).expand_as(errors[-1]))
+            error, loss = torch.stack(errors), torch.stack(losses)
+            place = int(error.masked_fill(loss > LOSS_MARGIN * loss.min(), float("inf")).argmin())
+            scale.temperatures[k], scale.shifts[k] = grid[place % len(grid)], shifts[place // len(grid)]
+        prefix = prefix * torch.sigmoid(logits[:, k] / scale.temperatures[k] + scale.shifts[k])
+    return scale
 
 
 class NoiseFloor(NamedTuple):
@@ -122,14 +151,14 @@ def reliability(predicted: Tensor, survived: Tensor, bins: int = BINS) -> list[d
     return [{"count": int(n), "predicted": float(a / n), "survived": float(b / n)} for n, a, b in zip(counts, p, s, strict=True) if n]
 
 
-def report(logits: Tensor, survived: Tensor, temperatures: Tensor | None, bins: int = BINS) -> list[dict[str, Any]]:
+def report(logits: Tensor, survived: Tensor, scale: Scale | None, bins: int = BINS) -> list[dict[str, Any]]:
     """How right the survivals are at each position, from 1.
 
     Returns:
         Per position: {"position", "blocks", "survived", "ece_before", "ece_after", "noise_floor": [low, mean, high], "reliability"};
-        before: as the head says it; after: with `temperatures` (None: the same). Positions of which nothing is known are left out.
+        before: as the head says it; after: with `scale` (None: the same). Positions of which nothing is known are left out.
     """
-    before, after = prefix_survival(logits), prefix_survival(logits, temperatures)
+    before, after = prefix_survival(logits), prefix_survival(logits, scale)
     rows: list[dict[str, Any]] = []
     for k in range(logits.shape[1]):
         known = ~survived[:, k].isnan()
@@ -152,11 +181,12 @@ def report(logits: Tensor, survived: Tensor, temperatures: Tensor | None, bins: 
 
 
 class ModeCalibration(BaseModel):
-    """Temperatures `[K]` of one way of decoding, the number of blocks they were fitted on, and `report` on blocks of other texts."""
+    """Scale `[K]` of one way of decoding, the number of blocks they were fitted on, and `report` on blocks of other texts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     temperatures: list[float]
+    shifts: list[float]
     fitted_on: int
     held_out: list[dict[str, Any]]
 
@@ -169,15 +199,16 @@ class Calibration(BaseModel):
     bins: int
     modes: dict[Mode, ModeCalibration]
 
-    def temperatures(self, mode: Mode) -> Tensor:
-        """`[K]`.
+    def scale(self, mode: Mode) -> Scale:
+        """How the head's logits are read under this way of decoding.
 
         Raises:
-            ArtifactError: not calibrated for this way of decoding.
+            ArtifactError: not calibrated for it.
         """
         if mode not in self.modes:
-            raise ArtifactError(f"{CALIBRATION_FILE}: no temperatures for {mode} decoding, only for {', '.join(self.modes) or 'none'}")
-        return torch.tensor(self.modes[mode].temperatures, dtype=torch.float64)
+            raise ArtifactError(f"{CALIBRATION_FILE}: not fitted for {mode} decoding, only for {', '.join(self.modes) or 'none'}")
+        entry = self.modes[mode]
+        return Scale(torch.tensor(entry.temperatures, dtype=torch.float64), torch.tensor(entry.shifts, dtype=torch.float64))
 
 
 def read_calibration(directory: Path) -> Calibration:

@@ -29,14 +29,24 @@ def installed_engine() -> str:
     return f"{distribution} {version(distribution)}"
 
 
-def build_plan(params: Params, device: Device, verifier: Path, checkpoint: Path | None = None, config: dict[str, Any] | None = None) -> dict[str, Any]:
+def build_plan(
+    params: Params,
+    device: Device,
+    verifier: Path,
+    checkpoint: Path | None = None,
+    config: dict[str, Any] | None = None,
+    ranges: list[list[int]] | None = None,
+) -> dict[str, Any]:
     """How the pair, or the verifier alone, is served: `served_by` ("engine" or "plug-in"), `argv`, `env`, `notes`.
 
     Args:
         verifier: the verifier's directory.
         checkpoint: the drafter's directory, `config` its config.json; without them the verifier is served alone.
+        ranges: draft tokens by batch size (`stages.serving.speculation`); None: always as many as the drafter makes.
     """
     speculative = spec_config(checkpoint, config, device) if checkpoint is not None and config is not None else None
+    if speculative is not None and ranges:
+        speculative["num_speculative_tokens_per_batch_size"] = ranges
     # A Markov head under the method dflash is known to our class alone.
     markov = config["markov_head_type"] if config is not None and config["speculators_model_type"] == "dspark" else None
     plug_in = markov is not None and speculative is not None and speculative["method"] == "dflash"

@@ -1,4 +1,4 @@
-"""Calibrates the finished drafter on the validation split: what `stages.drafters.calibration` fits its temperatures to.
+"""Calibrates the finished drafter on the validation split: what `stages.drafters.calibration` is fitted to.
 
 Each block is judged as a decoder would. Greedy: the block is drafted along its own tokens, and a prefix survives as long as
 they are the verifier's most likely ones. That is exact wherever the text itself follows the verifier's choices, for up to its first
@@ -88,7 +88,7 @@ def judged_blocks(drafter: Drafter, data: TrainingSet, index: int, params: Train
 
 
 def calibrate(drafter: Drafter, data: TrainingSet, params: Train) -> Calibration | None:
-    """Temperatures for each way of decoding, fitted on every other validation sample and measured on those between.
+    """The scale of each way of decoding, fitted on every other validation sample and measured on those between.
 
     Returns:
         None without a confidence head, or where fewer than two samples have hidden states.
@@ -103,6 +103,11 @@ def calibrate(drafter: Drafter, data: TrainingSet, params: Train) -> Calibration
     modes: dict[Mode, ModeCalibration] = {}
     for mode in MODES:
         logits, survived = ([torch.cat([blocks[mode][part] for blocks in judged[half::2]]) for half in (0, 1)] for part in (0, 1))
-        temperatures = fit(logits[0], survived[0])
-        modes[mode] = ModeCalibration(temperatures=temperatures.tolist(), fitted_on=len(logits[0]), held_out=report(logits[1], survived[1], temperatures))
+        scale = fit(logits[0], survived[0], shifted=mode == "greedy")
+        modes[mode] = ModeCalibration(
+            temperatures=scale.temperatures.tolist(),
+            shifts=scale.shifts.tolist(),
+            fitted_on=len(logits[0]),
+            held_out=report(logits[1], survived[1], scale),
+        )
     return Calibration(bins=BINS, modes=modes)

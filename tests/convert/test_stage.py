@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from stages.artifacts import read_manifest, write_json, write_manifest
 from stages.convert.__main__ import portable_name, run
+from stages.drafters.calibration import CALIBRATION_FILE, Calibration, ModeCalibration, read_calibration
 from stages.drafters.checkpoint import load_drafter, save_trained
 from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
@@ -83,3 +84,18 @@ def test_the_verifiers_name_in_the_checkpoint_is_portable(params: Params) -> Non
     assert portable_name(hub) == "org/model"
     chosen = params.model_copy(update={"convert": params.convert.model_copy(update={"verifier_name_or_path": "mine/own"})})
     assert portable_name(chosen) == "mine/own"
+
+
+def test_the_calibration_travels_with_the_weights(tiny_verifier: Path, tmp_path: Path, params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A confidence head without it would be scheduled by what it says itself."""
+    monkeypatch.chdir(tmp_path)
+    _, identity = finished_training(tmp_path, tiny_verifier)
+    trained = tmp_path / "outputs" / "train" / "drafter"
+    mode = ModeCalibration(temperatures=[1.5] * 4, shifts=[0.0] * 4, fitted_on=9, held_out=[])
+    calibration = Calibration(bins=10, modes={"sampling": mode})
+    write_json(trained / CALIBRATION_FILE, calibration.model_dump(mode="json"))
+    write_manifest(trained, identity.digest)
+    run(params, Path("outputs/convert"))
+    checkpoint = Path("outputs/convert/checkpoint")
+    assert CALIBRATION_FILE in read_manifest(checkpoint, identity.digest)["files"]
+    assert read_calibration(checkpoint) == calibration

@@ -6,12 +6,14 @@ import ast
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from stages.decoding.isolated import EngineProcess
+from stages.decoding.parity import draft_parity
 from tests.decoding.pairs import after, engine_config, requests, write_drafter
 from tests.paths import REPOSITORY
 
@@ -75,6 +77,26 @@ def test_the_planted_chain_is_drafted_token_by_token_whatever_the_batch(draft_id
                     assert entry.drafted == expected
                     widths.add(len(entry.drafted))
     assert widths >= {3, 7}
+
+
+@pytest.mark.integration
+def test_rounds_without_drafts_leave_the_drafter_s_context_whole(tiny_verifier: Path, tmp_path: Path) -> None:
+    """With 0 drafts the backbone is not run; what is drafted when the batch has thinned out must come from all the tokens committed meanwhile."""
+    checkpoint = write_drafter(tmp_path / "checkpoint", tiny_verifier, "bigrams", block_size=6)
+    config = engine_config(tiny_verifier, checkpoint)
+    assert config.speculative is not None
+    config.speculative["num_speculative_tokens_per_batch_size"] = [[1, 2, 5], [3, 8, 0]]
+    prompts = [replace(request, max_tokens=12 + 12 * index) for index, request in enumerate(requests(4))]
+    with EngineProcess(config) as engine, EngineProcess(engine_config(tiny_verifier)) as alone:
+        completions = engine.generate(prompts)
+        assert [done.token_ids for done in completions] == [done.token_ids for done in alone.generate(prompts)]
+    # The last ones go on after at least 12 rounds in which nothing was drafted.
+    drafted = [entry for done in completions[2:] for entry in done.rounds if entry.drafted]
+    assert len(drafted) > 8
+    assert sum(not entry.drafted for entry in completions[-1].rounds) >= 12
+    parity = draft_parity(checkpoint, tiny_verifier, [request.prompt_ids for request in prompts], completions, 64)
+    assert parity.rounds > 8
+    assert parity.mismatches == [] or all(found.gap < 1e-3 for found in parity.mismatches)
 
 
 @pytest.mark.integration

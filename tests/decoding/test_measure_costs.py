@@ -1,0 +1,57 @@
+"""A cost table measured on real engines: every cell is there, means what it says, and the engine's own speculation switch was used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stages.artifacts import read_json
+from stages.decoding.costs import this_machine
+from stages.decoding.isolated import EngineProcess
+from stages.decoding.measure_costs import interleaved, measure_costs, repeated, timing_life
+from stages.decoding.speculative import spec_config
+from tests.decoding.pairs import engine_config, requests, write_drafter
+
+
+def test_every_cell_is_visited_as_often_and_the_order_turns() -> None:
+    """A machine that gets slower while it is measured must not make the later cells look dearer."""
+    visited: list[tuple[int, int | None]] = []
+
+    def visit(batch: int, drafts: int | None) -> list[float]:
+        visited.append((batch, drafts))
+        return [1.0 + len(visited), 1.0]
+
+    cells = interleaved(visit, [2, 1, 2], [3], visits=4)
+    assert [(entry.requests, entry.draft_tokens) for entry in cells] == [(1, None), (1, 0), (1, 3), (2, None), (2, 0), (2, 3)]
+    assert set(Counter(visited).values()) == {4}
+    assert visited[:6] == visited[6:12][::-1]
+    assert all(entry.rounds == 8 for entry in cells)
+
+
+def test_prompts_have_one_length() -> None:
+    taken = repeated([[1, 2, 3], [4]], 3, 5)
+    assert taken == [[1, 2, 3, 1, 2], [4] * 5, [1, 2, 3, 1, 2]]
+
+
+@pytest.mark.integration
+def test_a_table_of_two_engines(tiny_verifier: Path, tmp_path: Path) -> None:
+    checkpoint = write_drafter(tmp_path / "checkpoint", tiny_verifier, "chain", block_size=5)
+    speculative = spec_config(checkpoint, read_json(checkpoint / "config.json"))
+    prompts = [request.prompt_ids for request in requests(2)]
+    engine = engine_config(tiny_verifier)
+    table = measure_costs(engine, speculative, prompts, batch_sizes=[1, 3], draft_tokens=[2, 4], verifier="a" * 64, checkpoint="b" * 64, visits=2, context=16)
+    assert (table.requests, table.draft_tokens, table.context, table.dtype) == ([1, 3], [0, 2, 4], 16, "float32")
+    assert table.machine == this_machine("vllm")
+    seconds = {(entry.requests, entry.draft_tokens): entry.seconds for entry in table.cells}
+    # Drafting and verifying is more work than neither, by far.
+    assert all(seconds[batch, 4] > seconds[batch, None] for batch in (1, 3))
+    table.require(this_machine("vllm"), "a" * 64, "b" * 64, "float32")
+
+
+@pytest.mark.integration
+def test_rounds_that_do_not_fit_the_engine_are_an_error_and_leave_it_usable(tiny_verifier: Path) -> None:
+    with EngineProcess(engine_config(tiny_verifier), None, timing_life) as process:
+        assert len(process.ask(([[5] * 16], None, 3))) == 3
+        assert len(process.ask(([[5] * 16, [6] * 16], None, 4))) == 4
