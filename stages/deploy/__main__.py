@@ -53,7 +53,7 @@ def run(params: Params, output: Path) -> None:
     verifier = Path(os.path.relpath(verifier_directory(identity)))
     config = read_json(checkpoint / "config.json")
     speculation = choose(params, registered, spec_config(checkpoint, config, device)["num_speculative_tokens"])
-    pair = (None, None) if speculation.alone else (checkpoint, config)
+    drafter = None if speculation.alone else checkpoint
     plan = {
         "registered": registered,
         "verifier": {"digest": identity.digest, "directory": str(verifier)},
@@ -66,7 +66,7 @@ def run(params: Params, output: Path) -> None:
         "startup_seconds": params.deploy.startup_seconds,
         "max_model_len": params.engine.max_model_len,
         "speculation": speculation.ranges,
-        **build_plan(params, device, verifier, *pair, speculation.ranges),
+        **build_plan(params, device, verifier, drafter, config, speculation.ranges),
     }
     write_json(output / "plan.json", plan)
     prune(checkpoint)

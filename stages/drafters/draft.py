@@ -15,12 +15,12 @@ class Drafts:
     """Drafts of `A` anchors.
 
     Attributes:
-        tokens: `[A, K]` verifier ids. logits: `[A, K, D]` with the Markov bias of the drafted chain.
+        tokens: `[A, K]` verifier ids. logits: `[A, K, D]` with the Markov bias of the drafted chain; None where tokens are looked up.
         confidence: `[A, K]` survival probabilities, or None without a confidence head.
     """
 
     tokens: Tensor
-    logits: Tensor
+    logits: Tensor | None
     confidence: Tensor | None
 
 
@@ -65,4 +65,5 @@ def greedy_draft(drafter: Drafter, context: Tensor, anchor_token: int, anchor_po
     """Draft from one anchor: `K` verifier ids and their logits `[K, D]`."""
     device = context.device
     out = greedy_drafts(drafter, context, torch.tensor([anchor_token], device=device), torch.tensor([anchor_position], device=device))
+    assert out.logits is not None
     return out.tokens[0].tolist(), out.logits[0]

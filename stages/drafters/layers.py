@@ -9,10 +9,13 @@ sampled and has no hidden state yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from stages.drafters.config import DrafterConfig
 
@@ -31,6 +34,26 @@ class Segment:
     mask: Tensor
 
 
+class Rope:
+    """Rotary angles, fp32 at all times: bf16 angles are wrong from position 256 on.
+
+    A plain object, not a module: `Module.to(bfloat16)` would round the frequencies and with them every position.
+    """
+
+    def __init__(self, layer_config: dict[str, Any]) -> None:
+        """`layer_config`: of a Qwen3 layer, whose rotary embedding is Llama's too."""
+        rotary = Qwen3RotaryEmbedding(Qwen3Config(**layer_config))
+        self.inverse_frequencies = rotary.inv_freq.detach().float().clone()
+        self.scaling = float(rotary.attention_scaling)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin `[N, d]` of positions `[N]`."""
+        with torch.autocast(positions.device.type, enabled=False):
+            angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))
+            angles = torch.cat([angles, angles], dim=-1)
+            return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding, halves layout: `[N, heads, d]` with cos, sin `[N, d]`."""
     cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
@@ -39,27 +62,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def block_attention(q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, mask: Tensor) -> Tensor:
-    """Attention of `A` blocks over one sequence's context and themselves, without an `[A·I, T + A·I]` mask.
+    """Attention of `A` blocks over one sequence's context and themselves, without an `[A·I, T + A·J]` mask.
 
     Args:
-        q: `[A, I, n, d]`. k_block, v_block: `[A, I, m, d]`. k_context, v_context: `[T, m, d]`.
+        q: `[A, I, n, d]`. k_block, v_block: `[A, J, m, d]`, J = I where queries and keys come from the same inputs. k_context, v_context: `[T, m, d]`.
         mask: `[A, T]`, true where a block sees the context token.
     Returns:
         `[A, I, n·d]`.
     """
     a, i, n, d = q.shape
     t, m, _ = k_context.shape
+    j = k_block.shape[1]
     g = n // m
     # Grouped heads: queries that share a key-value head are rows of one product.
     grouped = (q * d**-0.5).view(a, i, m, g, d)
     over_context = grouped.permute(2, 0, 3, 1, 4).reshape(m, a * g * i, d) @ k_context.permute(1, 2, 0)
-    over_block = grouped.permute(2, 0, 3, 1, 4).reshape(m * a, g * i, d) @ k_block.permute(2, 0, 3, 1).reshape(m * a, d, i)
-    scores = torch.cat([over_context.view(m, a, g * i, t), over_block.view(m, a, g * i, i)], dim=-1).float()
-    bias = torch.zeros(a, t + i, dtype=scores.dtype, device=scores.device)
+    over_block = grouped.permute(2, 0, 3, 1, 4).reshape(m * a, g * i, d) @ k_block.permute(2, 0, 3, 1).reshape(m * a, d, j)
+    scores = torch.cat([over_context.view(m, a, g * i, t), over_block.view(m, a, g * i, j)], dim=-1).float()
+    bias = torch.zeros(a, t + j, dtype=scores.dtype, device=scores.device)
     bias[:, :t].masked_fill_(~mask, float("-inf"))
     weights = torch.softmax(scores + bias[:, None, :], dim=-1).to(v_context.dtype)
     out = weights[..., :t].reshape(m, a * g * i, t) @ v_context.permute(1, 0, 2)
-    out = out.view(m * a, g * i, d) + weights[..., t:].reshape(m * a, g * i, i) @ v_block.permute(2, 0, 1, 3).reshape(m * a, i, d)
+    out = out.view(m * a, g * i, d) + weights[..., t:].reshape(m * a, g * i, j) @ v_block.permute(2, 0, 1, 3).reshape(m * a, j, d)
     return out.view(m, a, g, i, d).permute(1, 3, 0, 2, 4).reshape(a, i, n * d)
 
 
@@ -109,11 +133,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -128,7 +152,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
     def forward(
         self, block: Tensor, context: Tensor, block_rope: tuple[Tensor, Tensor], context_rope: tuple[Tensor, Tensor], segments: list[Segment]

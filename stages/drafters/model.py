@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from stages.drafters.config import DrafterConfig
 from stages.drafters.heads import ConfidenceHead, MarkovHead
-from stages.drafters.layers import Layer, Segment
+from stages.drafters.layers import Layer, Rope, Segment
 from stages.pairing.frozen import FrozenVerifier
 
 
@@ -73,10 +71,7 @@ class Drafter(nn.Module):
         )
         with_markov = config.confidence_head_with_markov and config.markov_rank > 0
         self.confidence_head = ConfidenceHead(hidden + (config.markov_rank if with_markov else 0)) if config.confidence_head else None
-        rotary = Qwen3RotaryEmbedding(Qwen3Config(**config.layer_config()))
-        # Plain attributes, not a buffer: `Drafter.to(bfloat16)` would round the frequencies and with them every position.
-        self._inverse_frequencies = rotary.inv_freq.detach().float().clone()
-        self._rope_scaling = float(rotary.attention_scaling)
+        self._rope = Rope(config.layer_config())
         ids = torch.arange(config.vocab_size) if draft_ids is None else draft_ids
         self.register_buffer("draft_ids", ids, persistent=False)
         self.register_buffer("embedding", frozen.embedding, persistent=False)
@@ -86,13 +81,6 @@ class Drafter(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin `[N, d]` in fp32 at all times: bf16 angles are wrong from position 256 on."""
-        with torch.autocast(positions.device.type, enabled=False):
-            angles = torch.outer(positions.float(), self._inverse_frequencies.to(positions.device))
-            angles = torch.cat([angles, angles], dim=-1)
-            return angles.cos() * self._rope_scaling, angles.sin() * self._rope_scaling
 
     def hidden(self, blocks: Blocks) -> Tensor:
         """Normed backbone output of the `K` predicting slots of each block: `[A, K, H]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,20 @@ import torch
 
 from stages.artifacts import digest_json, read_json, read_manifest
 from stages.decoding.blocks import BlockProposer
+from stages.decoding.draft_model import load_draft_model
+from stages.decoding.eagle3 import Eagle3Proposer
 from stages.decoding.ngram import LoopGuard, NgramProposer
 from stages.decoding.proposer import Proposer
 from stages.decoding.speculative import spec_config
 from stages.drafters.calibration import CALIBRATION_FILE, read_calibration
 from stages.drafters.checkpoint import load_drafter
+from stages.drafters.eagle3 import Eagle3
+from stages.drafters.model import Drafter as BlockDrafter
 from stages.errors import DraftlineError
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import VerifierIdentity
 from stages.pairing.lock import require_pair
+from stages.pairing.shapes import algorithm_of
 
 GUARDED, UNGUARDED = "guarded prompt lookup", "prompt lookup"
 
@@ -29,11 +34,12 @@ class Drafter:
     """A checkpoint.
 
     Attributes:
-        content: digest of its files. engine: vLLM's speculative config for it. trained: the most tokens it drafts per round there.
+        algorithm: its kind. content: digest of its files. engine: vLLM's speculative config for it. trained: the most tokens it drafts per round there.
     """
 
     name: str
     checkpoint: Path
+    algorithm: str
     content: str
     engine: dict[str, Any]
 
@@ -64,7 +70,8 @@ def read_drafter(name: str, checkpoint: Path, identity: VerifierIdentity) -> Dra
         raise DraftlineError(f"drafter {name!r}: this name is taken")
     manifest = read_manifest(checkpoint, identity.digest)
     require_pair(checkpoint, identity)
-    return Drafter(name, checkpoint, digest_json(manifest["files"]), spec_config(checkpoint, read_json(checkpoint / "config.json")))
+    config = read_json(checkpoint / "config.json")
+    return Drafter(name, checkpoint, algorithm_of(config), digest_json(manifest["files"]), spec_config(checkpoint, config))
 
 
 def choose_draft_tokens(trained: int, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -74,7 +81,33 @@ def choose_draft_tokens(trained: int, wanted: Sequence[int]) -> tuple[list[int],
 
 def load_proposer(drafter: Drafter, verifier: Path, dtype: torch.dtype) -> Proposer:
     """The drafter for our own loop."""
-    return BlockProposer(load_drafter(drafter.checkpoint, load_frozen(verifier, dtype), dtype))
+    return PROPOSERS[drafter.algorithm](drafter, verifier, dtype)
+
+
+def _block(drafter: Drafter, verifier: Path, dtype: torch.dtype) -> Proposer:
+    model = load_drafter(drafter.checkpoint, load_frozen(verifier, dtype), dtype)
+    assert isinstance(model, BlockDrafter)
+    return BlockProposer(model)
+
+
+def _eagle3(drafter: Drafter, verifier: Path, dtype: torch.dtype) -> Proposer:
+    model = load_drafter(drafter.checkpoint, load_frozen(verifier, dtype), dtype)
+    assert isinstance(model, Eagle3)
+    return Eagle3Proposer(model)
+
+
+def _ngram(drafter: Drafter, verifier: Path, dtype: torch.dtype) -> Proposer:
+    return NgramProposer(drafter.trained, drafter.engine["prompt_lookup_min"], drafter.engine["prompt_lookup_max"])
+
+
+PROPOSERS: dict[str, Callable[[Drafter, Path, torch.dtype], Proposer]] = {
+    "dspark": _block,
+    "dflash": _block,
+    "eagle3": _eagle3,
+    "draft_model": lambda drafter, verifier, dtype: load_draft_model(verifier, drafter.checkpoint, dtype, drafter.trained),
+    "ngram": _ngram,
+}
+"""By the kind of the checkpoint."""
 
 
 def lookup_proposer(name: str, draft_tokens: int, shortest: int, longest: int) -> Proposer:

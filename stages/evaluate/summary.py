@@ -15,6 +15,7 @@ from stages.artifacts import read_json, read_manifest
 from stages.errors import DraftlineError
 from stages.evaluate.tables import Row, percent, table
 from stages.pairing.identity import VerifierIdentity, read_identity
+from stages.pairing.shapes import algorithm_of
 from stages.params import Params, read_params
 from stages.process import OUTPUTS
 
@@ -31,13 +32,15 @@ def verifier_line(params: Params, identity: VerifierIdentity) -> str:
 
 def drafter_line(config: dict[str, Any], files: dict[str, Any]) -> str:
     """What the drafter is, from the checkpoint's `config.json` and the manifest's file table."""
-    layers = config["transformer_layer_config"]["num_hidden_layers"]
+    algorithm, own = algorithm_of(config), config.get("draftline", {})
+    if algorithm == "ngram":
+        return f"ngram · {own['ngram_min']} to {own['ngram_max']} tokens looked up, up to {own['draft_tokens']} draft tokens, no weights"
+    layers = config.get("transformer_layer_config", config)["num_hidden_layers"]
     head = f", Markov rank {config['markov_rank']} ({config['markov_head_type']})" if config.get("markov_rank") else ""
-    draft_tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    draft_tokens = own["draft_tokens"] if own else config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    vocabulary = config.get("draft_vocab_size") or config["vocab_size"]
     megabytes = files["model.safetensors"]["bytes"] / 1e6
-    return (
-        f"{config['speculators_model_type']} · {layers} layers{head}, {draft_tokens} draft tokens, vocabulary {config['draft_vocab_size']} · {megabytes:.0f} MB"
-    )
+    return f"{algorithm} · {layers} layers{head}, {draft_tokens} draft tokens, vocabulary {vocabulary} · {megabytes:.0f} MB"
 
 
 def gate_facts(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -179,23 +179,46 @@ def compute_identity(directory: Path, digest_cache: Path | None = None) -> Verif
     """
     config = json_object(directory / "config.json", "a verifier is a Hugging Face directory with config.json, tokenizer and safetensors weights")
     _check_objects(directory / "config.json", config)
-    tokenizer_config = json_object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
+    tokenizer_config = _tokenizer_config(directory)
     files = weight_files(directory)
-    names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if not names:
-        raise ArtifactError(f"{directory}: no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    names = _tokenizer_files(directory)
     jobs: list[Job] = [(directory / name, _method(name)) for name in names]
     digests = DigestCache(digest_cache).digests(jobs + [(file, "raw") for file in files])
-    tokenizer = dict(zip(names, digests, strict=False))
-    tokenizer["tokenizer_config.json"] = digest_json(simplified({k: v for k, v in tokenizer_config.items() if k not in TOKENIZER_BOOKKEEPING}))
     return VerifierIdentity(
         architecture=_architecture(directory, config),
         quantization=normalise_quantization(_declared_quantization(directory, config), _dtype(config)),
-        tokenizer=dict(sorted(tokenizer.items())),
+        tokenizer=_tokenizer(dict(zip(names, digests, strict=False)), tokenizer_config),
         chat_template=_chat_template(directory, tokenizer_config),
         generation=_generation(directory, config),
         weights=digest_json(sorted(digests[len(names) :])),
     )
+
+
+def tokenizer_digests(directory: Path) -> dict[str, str]:
+    """`VerifierIdentity.tokenizer` of the model in `directory`.
+
+    Raises:
+        ArtifactError: it has no tokenizer, or a broken one.
+    """
+    names = _tokenizer_files(directory)
+    digests = DigestCache(None).digests([(directory / name, _method(name)) for name in names])
+    return _tokenizer(dict(zip(names, digests, strict=True)), _tokenizer_config(directory))
+
+
+def _tokenizer_files(directory: Path) -> list[str]:
+    names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not names:
+        raise ArtifactError(f"{directory}: no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    return names
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    return json_object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
+
+
+def _tokenizer(digests: dict[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    settings = digest_json(simplified({k: v for k, v in config.items() if k not in TOKENIZER_BOOKKEEPING}))
+    return dict(sorted({**digests, "tokenizer_config.json": settings}.items()))
 
 
 def _method(tokenizer_file: str) -> str:

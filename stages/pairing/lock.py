@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stages.artifacts import canonical_json, read_json, sha256_file
 from stages.errors import ArtifactError, PairError, ParamsError
-from stages.pairing.identity import Difference, VerifierIdentity, describe_differences, leaves
+from stages.pairing.identity import Difference, VerifierIdentity, describe_differences, leaves, tokenizer_digests
+from stages.pairing.shapes import Shape, shape_of
 from stages.pairing.weights import json_object, safetensors_header
 
 LOCK_FILE = "verifier_lock.json"
@@ -29,11 +30,11 @@ class VerifierLock(BaseModel):
 
     Attributes:
         identity: of the verifier, whole, so that a mismatch can name the field.
-        layer_ids: tapped verifier layers, ascending.
+        layer_ids: tapped verifier layers, ascending; empty for drafters that see tokens alone.
         hidden_size, num_layers, vocab_size: the verifier's.
         draft_vocab_size: tokens the drafter can propose, at most `vocab_size`.
         mask_token_id: stands for a position to be drafted; None for drafters without one.
-        weights_sha256: of the drafter's `model.safetensors`.
+        weights_sha256: of the drafter's `model.safetensors`; None for drafters without weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -46,7 +47,7 @@ class VerifierLock(BaseModel):
     vocab_size: int
     draft_vocab_size: int
     mask_token_id: int | None
-    weights_sha256: str
+    weights_sha256: str | None
 
 
 class Check(NamedTuple):
@@ -77,30 +78,30 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int, where: str = "par
         raise ParamsError(f"{where} = {ids}: must be ascending, without repeats, and not empty")
 
 
-def build_lock(identity: VerifierIdentity, drafter_config: dict[str, Any], weights_sha256: str) -> VerifierLock:
+def build_lock(identity: VerifierIdentity, drafter_config: dict[str, Any], weights_sha256: str | None) -> VerifierLock:
     """The lock of a new checkpoint.
 
     Args:
-        drafter_config: the checkpoint's speculators `config.json`.
-        weights_sha256: of its `model.safetensors`.
+        drafter_config: the checkpoint's `config.json`.
+        weights_sha256: of its `model.safetensors`; None where it has none.
 
     Raises:
         PairError: the drafter does not fit this verifier at all (layers, widths, vocabulary, mask token).
         ArtifactError: a key is missing in `drafter_config`.
     """
-    shape = _shape(drafter_config, CONFIG_FILE)
+    shape = shape_of(drafter_config, CONFIG_FILE)
     lock = VerifierLock(
         format_version=FORMAT_VERSION,
         identity=identity,
-        layer_ids=shape["layer_ids"],
+        layer_ids=shape.layer_ids or [],
         hidden_size=identity.hidden_size,
         num_layers=identity.num_layers,
         vocab_size=identity.vocab_size,
-        draft_vocab_size=shape["draft_vocab_size"],
-        mask_token_id=shape["mask_token_id"],
+        draft_vocab_size=shape.draft_vocab_size,
+        mask_token_id=shape.mask_token_id,
         weights_sha256=weights_sha256,
     )
-    wrong = _failures(_fit(lock, identity) + _config_checks(lock, shape, identity))
+    wrong = _failures(_fit(lock, shape, identity) + _config_checks(lock, shape, identity))
     if wrong:
         raise PairError(f"{CONFIG_FILE}: the drafter does not fit the verifier: {describe_differences(wrong, 'drafter', 'verifier')}")
     return lock
@@ -134,16 +135,20 @@ def all_checks(checkpoint: Path, identity: VerifierIdentity) -> list[Check]:
         ArtifactError: lock, config.json or weights are missing or broken.
     """
     lock = read_lock(checkpoint)
-    config = json_object(checkpoint / CONFIG_FILE, "a drafter checkpoint has a speculators config.json")
-    shape = _shape(config, str(checkpoint / CONFIG_FILE))
-    checks = _identity_checks(lock.identity, identity) + _fit(lock, identity) + _config_checks(lock, shape, identity)
+    config = json_object(checkpoint / CONFIG_FILE, "a drafter checkpoint has a config.json")
+    shape = shape_of(config, str(checkpoint / CONFIG_FILE))
+    checks = _identity_checks(lock.identity, identity) + _fit(lock, shape, identity) + _config_checks(lock, shape, identity)
+    if shape.tokenizer:
+        checks += _tokenizer_checks(checkpoint, identity)
     weights = checkpoint / WEIGHTS_FILE
+    if not shape.weights:
+        return [*checks, _equal("drafter.weights", lock.weights_sha256, sha256_file(weights) if weights.is_file() else None)]
     if not weights.is_file():
         raise ArtifactError(f"{weights}: no such file; run dvc repro convert")
     header = safetensors_header(weights)
-    if "fc.weight" in header:
-        width = len(shape["layer_ids"]) * shape["hidden_size"]
-        checks.append(_equal("drafter.fc.weight.shape", [shape["hidden_size"], width], header["fc.weight"]["shape"]))
+    if "fc.weight" in header and shape.layer_ids is not None and shape.hidden_size is not None:
+        width = len(shape.layer_ids) * shape.hidden_size
+        checks.append(_equal("drafter.fc.weight.shape", [shape.hidden_size, width], header["fc.weight"]["shape"]))
     checks.append(_equal("drafter.weights", lock.weights_sha256, sha256_file(weights)))
     return checks
 
@@ -183,35 +188,20 @@ def _failures(checks: Sequence[Check]) -> list[Difference]:
     return [Difference(check.field, check.expected, check.actual) for check in checks if not check.match]
 
 
-def _shape(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a speculators config.json that tie it to a verifier."""
-    try:
-        layers = config["transformer_layer_config"]
-        return {
-            "layer_ids": config["aux_hidden_state_layer_ids"],
-            "hidden_size": layers["hidden_size"],
-            "target_hidden_size": config.get("target_hidden_size") or layers["hidden_size"],
-            "vocab_size": layers["vocab_size"],
-            "draft_vocab_size": config["draft_vocab_size"],
-            "mask_token_id": config.get("mask_token_id"),
-        }
-    except KeyError as error:
-        raise ArtifactError(f"{where}: key {error.args[0]!r} is missing") from None
-
-
 def _identity_checks(expected: VerifierIdentity, actual: VerifierIdentity) -> list[Check]:
     left, right = leaves(expected.model_dump(mode="json")), leaves(actual.model_dump(mode="json"))
     return [_equal(name, left.get(name), right.get(name)) for name in sorted(left.keys() | right.keys())]
 
 
-def _fit(lock: VerifierLock, identity: VerifierIdentity) -> list[Check]:
+def _fit(lock: VerifierLock, shape: Shape, identity: VerifierIdentity) -> list[Check]:
     """Would the drafter fit the verifier's tensors? Named apart from the identity: these numbers tell why."""
     deepest = max(lock.layer_ids, default=0)
     ascending = bool(lock.layer_ids) and lock.layer_ids == sorted(set(lock.layer_ids)) and lock.layer_ids[0] >= 1
+    taps = [] if shape.layer_ids is None else [Check("layer_ids", "ascending, from 1", lock.layer_ids, ascending)]
     tapped = f"at least {deepest} (tapped layers {lock.layer_ids})"
     mask = lock.mask_token_id
     return [
-        Check("layer_ids", "ascending, from 1", lock.layer_ids, ascending),
+        *taps,
         Check("num_layers", tapped, identity.num_layers, deepest <= identity.num_layers),
         _equal("hidden_size", lock.hidden_size, identity.hidden_size),
         _equal("vocab_size", lock.vocab_size, identity.vocab_size),
@@ -220,13 +210,22 @@ def _fit(lock: VerifierLock, identity: VerifierIdentity) -> list[Check]:
     ]
 
 
-def _config_checks(lock: VerifierLock, shape: dict[str, Any], identity: VerifierIdentity) -> list[Check]:
+def _config_checks(lock: VerifierLock, shape: Shape, identity: VerifierIdentity) -> list[Check]:
     """Does the checkpoint's config.json, which engines read, say what the lock says?"""
-    return [
-        _equal("drafter.aux_hidden_state_layer_ids", shape["layer_ids"], lock.layer_ids),
-        _equal("drafter.hidden_size", shape["hidden_size"], identity.hidden_size),
-        _equal("drafter.target_hidden_size", shape["target_hidden_size"], identity.hidden_size),
-        _equal("drafter.vocab_size", shape["vocab_size"], identity.vocab_size),
-        _equal("drafter.draft_vocab_size", shape["draft_vocab_size"], lock.draft_vocab_size),
-        _equal("drafter.mask_token_id", shape["mask_token_id"], lock.mask_token_id),
+    states = [
+        _equal("drafter.aux_hidden_state_layer_ids", shape.layer_ids, lock.layer_ids),
+        _equal("drafter.hidden_size", shape.hidden_size, identity.hidden_size),
+        _equal("drafter.target_hidden_size", shape.target_hidden_size, identity.hidden_size),
     ]
+    return [
+        *(states if shape.layer_ids is not None else []),
+        _equal("drafter.vocab_size", shape.vocab_size, identity.vocab_size),
+        _equal("drafter.draft_vocab_size", shape.draft_vocab_size, lock.draft_vocab_size),
+        _equal("drafter.mask_token_id", shape.mask_token_id, lock.mask_token_id),
+    ]
+
+
+def _tokenizer_checks(checkpoint: Path, identity: VerifierIdentity) -> list[Check]:
+    """Does a drafter that brings a tokenizer bring the verifier's? Ids of another one would mean other words."""
+    own = tokenizer_digests(checkpoint)
+    return [_equal(f"drafter.tokenizer.{name}", own.get(name), identity.tokenizer.get(name)) for name in sorted(own.keys() | identity.tokenizer.keys())]

@@ -48,7 +48,7 @@ def build_plan(
     if speculative is not None and ranges:
         speculative["num_speculative_tokens_per_batch_size"] = ranges
     # A Markov head under the method dflash is known to our class alone.
-    markov = config["markov_head_type"] if config is not None and config["speculators_model_type"] == "dspark" else None
+    markov = config["markov_head_type"] if config is not None and config.get("speculators_model_type") == "dspark" else None
     plug_in = markov is not None and speculative is not None and speculative["method"] == "dflash"
     env = ENGINE | LOCAL
     notes = []

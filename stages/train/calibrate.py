@@ -93,7 +93,7 @@ def calibrate(drafter: Drafter, data: TrainingSet, params: Train) -> Calibration
     Returns:
         None without a confidence head, or where fewer than two samples have hidden states.
     """
-    if drafter.confidence_head is None:
+    if getattr(drafter, "confidence_head", None) is None:
         return None
     drafter.eval()
     samples = range(min(CALIBRATION_SAMPLES, len(data)))

@@ -51,6 +51,8 @@ class TrainingSet:
 
     Attributes:
         samples: those with at least one anchor.
+        layer_ids: tapped layers of the drafter, some of the extracted ones; None: all.
+        first_anchor: earliest position that can be an anchor.
         log_z: per sample id, `[T]` log-normalisers of the verifier over all `V`, made on first use; at most `LOG_Z_TOKENS`.
     """
 
@@ -59,14 +61,18 @@ class TrainingSet:
     frozen: FrozenVerifier
     draft_ids: Tensor | None
     dtype: torch.dtype
+    layer_ids: list[int] | None = None
+    first_anchor: int = 0
     log_z: dict[str, Tensor] = field(default_factory=dict)
     log_z_tokens: int = 0
 
     def __post_init__(self) -> None:
         present = set(self.states.ids)
-        self.samples = [sample for sample in self.samples if any(sample.loss_mask[1:])]
+        self.samples = [sample for sample in self.samples if any(sample.loss_mask[1 + self.first_anchor :])]
         if not any(sample.id in present for sample in self.samples):
             raise DraftlineError("outputs/extract: no sample of this split has hidden states and a supervised token; run dvc repro extract")
+        extracted = list(self.states.plan.layer_ids[:-1]) if self.layer_ids is not None else []
+        self.columns = None if self.layer_ids in (None, extracted) else [extracted.index(layer) for layer in self.layer_ids or []]
         vocab_size = len(self.frozen.embedding)
         self.head = self.frozen.lm_head if self.draft_ids is None else self.frozen.lm_head[self.draft_ids]
         self.head = self.head.to(self.dtype).contiguous()
@@ -98,9 +104,15 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's input. `slots` is `[A, K]` bool: which of the blocks' slots count; the rest is per counted slot."""
+    """One step's input.
+
+    Attributes:
+        tokens: the ids of each whole sequence. previous: `[A, K]` the token before each slot, the anchor first.
+        slots: `[A, K]` bool: which of the blocks' slots count; targets are of the counted ones.
+    """
 
     blocks: Blocks
+    tokens: list[Tensor]
     previous: Tensor
     slots: Tensor
     targets: Targets
@@ -121,7 +133,7 @@ def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int,
 
     Samples without usable hidden states are left out; None if there are no others.
     """
-    contexts, context_positions, anchor_tokens, previous, lengths, all_anchors = [], [], [], [], [], []
+    contexts, context_positions, anchor_tokens, previous, lengths, all_anchors, sequences = [], [], [], [], [], [], []
     slots, states, normalisers, rows, labels = [], [], [], [], []
     row_offset = 0
     steps = torch.arange(draft_tokens)
@@ -132,9 +144,11 @@ def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int,
         except UnusableSampleError:
             continue
         tokens = torch.tensor(sample.input_ids)
-        anchors, counts = _anchors(sample, anchors_per_sequence, draft_tokens, key)
+        anchors, counts = _anchors(sample, anchors_per_sequence, draft_tokens, key, data.first_anchor)
         last = int(anchors[-1])
-        contexts.append(hidden[:last, :-1].reshape(last, -1).to(data.dtype))
+        sequences.append(tokens)
+        tapped = hidden[:last, :-1] if data.columns is None else hidden[:last, data.columns]
+        contexts.append(tapped.reshape(last, -1).to(data.dtype))
         context_positions.append(torch.arange(last))
         lengths.append(last)
         all_anchors.append(anchors)
@@ -158,14 +172,16 @@ def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int,
     weights = slot_weights(draft_tokens, gamma).expand(counted.shape)[counted]
     return Batch(
         blocks=Blocks(torch.cat(contexts), torch.cat(context_positions), torch.cat(anchor_tokens), torch.cat(all_anchors), make_segments(lengths, all_anchors)),
+        tokens=sequences,
         previous=torch.cat(previous),
         slots=counted,
         targets=Targets(torch.cat(states), torch.cat(normalisers) if normalisers else None, torch.cat(rows), torch.cat(labels), weights / weights.sum()),
     )
 
 
-def _anchors(sample: TokenSample, count: int, draft_tokens: int, key: tuple[object, ...]) -> tuple[Tensor, Tensor]:
-    mask: NDArray[np.bool_] = np.asarray(sample.loss_mask, dtype=bool)
+def _anchors(sample: TokenSample, count: int, draft_tokens: int, key: tuple[object, ...], first: int) -> tuple[Tensor, Tensor]:
+    mask: NDArray[np.bool_] = np.array(sample.loss_mask, dtype=bool)
+    mask[: 1 + first] = False
     anchors, counts = choose(mask, count, draft_tokens, generator(*key, sample.id))
     return torch.from_numpy(anchors), torch.from_numpy(counts)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from stages.drafters.model import Drafter
 from stages.errors import DraftlineError
 from stages.hidden_states.source import expect, step_made, stream_metrics
 from stages.hidden_states.stream import StreamError
@@ -24,6 +23,7 @@ from stages.params import Train
 from stages.train import state
 from stages.train.data import TrainingSet, make_batch, sample_order
 from stages.train.model_step import objective, validate
+from stages.train.objectives import TrainedDrafter, batch_shape
 from stages.train.optimizer import make_optimizers
 from stages.train.tracking import Log
 
@@ -58,7 +58,7 @@ def set_threads(threads: int | None) -> int:
     return count
 
 
-def require_finite(made: list[Progress], params: Train, drafter: Drafter | None = None) -> None:
+def require_finite(made: list[Progress], params: Train, drafter: TrainedDrafter | None = None) -> None:
     """Stop a training that has diverged, before anything of it is written.
 
     Raises:
@@ -86,7 +86,7 @@ def reading_order(
         yield from held_out[:CALIBRATION_SAMPLES]
 
 
-def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
+def train(drafter: TrainedDrafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
     """Train `drafter` in place from the newest checkpoint in `work` (or from its initial weights) to the last step.
 
     Returns:
@@ -96,12 +96,12 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
         StreamError: the hidden states have ended; the state after the last finished step is saved.
     """
     dtype = DTYPES[params.precision]
-    k = drafter.config.draft_tokens
+    anchors, k = batch_shape(drafter, params.anchors_per_sequence)
     optimizers = make_optimizers(drafter, params)
     work.mkdir(parents=True, exist_ok=True)
     start = state.restore(work, drafter, optimizers)
     order = sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
-    expect(data.states, reading_order(data, validation, params, order, start, drafter.confidence_head is not None))
+    expect(data.states, reading_order(data, validation, params, order, start, getattr(drafter, "confidence_head", None) is not None))
     made: list[Progress] = []
     done = start
     drafter.train()
@@ -111,7 +111,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
                 rate = learning_rate(step, params)
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] = rate
-                batch = make_batch(data, order[step], params.anchors_per_sequence, k, params.decay_gamma, ("train", params.seed, step))
+                batch = make_batch(data, order[step], anchors, k, params.decay_gamma, ("train", params.seed, step))
                 if batch is not None:
                     began = time.monotonic()
                     out = objective(drafter, data.head, batch, params.loss, dtype)
@@ -154,7 +154,7 @@ def train(drafter: Drafter, data: TrainingSet, validation: TrainingSet | None, p
     return made
 
 
-def check(drafter: Drafter, validation: TrainingSet, params: Train) -> dict[str, float]:
+def check(drafter: TrainedDrafter, validation: TrainingSet, params: Train) -> dict[str, float]:
     """Validation metrics (see `model_step.validate`) with the run's own settings."""
     drafter.eval()
     return validate(

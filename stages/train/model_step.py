@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stages.drafters.model import Drafter
 from stages.params import LossWeights
 from stages.train.data import Batch, TrainingSet, make_batch
 from stages.train.losses import confidence_loss, vocabulary_loss
+from stages.train.objectives import OBJECTIVES, TrainedDrafter
 
 CALIBRATION_BINS = 10
 
@@ -30,18 +30,12 @@ class StepOutput:
     confidence: Tensor | None
 
 
-def objective(drafter: Drafter, head: Tensor, batch: Batch, weights: LossWeights, dtype: torch.dtype) -> StepOutput:
+def objective(drafter: TrainedDrafter, head: Tensor, batch: Batch, weights: LossWeights, dtype: torch.dtype) -> StepOutput:
     """The three weighted losses of a batch; the matrix products run in `dtype`, the sums in fp32."""
     with autocast(dtype):
-        hidden = drafter.hidden(batch.blocks)
-        embedded = features = None
-        if drafter.markov_head is not None:
-            embedded = drafter.markov_head.markov_w1(batch.previous)
-            features = drafter.markov_head.features(embedded, hidden)
-        slots = batch.slots
-        w2 = drafter.markov_head.markov_w2.weight if drafter.markov_head is not None else None
-        confidence = drafter.confidence(hidden[slots], embedded[slots] if embedded is not None else None)
-    loss, l1 = vocabulary_loss(hidden[slots].to(dtype), features[slots] if features is not None else None, w2, head, batch.targets, weights.ce, weights.tv)
+        slots = OBJECTIVES[drafter.config.algorithm].slots(drafter, batch)
+    loss, l1 = vocabulary_loss(slots.hidden.to(dtype), slots.features, slots.w2, head, batch.targets, weights.ce, weights.tv)
+    confidence = slots.confidence
     if confidence is not None:
         confidence = confidence.float()
         loss = loss + weights.confidence * confidence_loss(confidence, l1, batch.targets.weights)
@@ -61,7 +55,7 @@ def calibration_error(predicted: Tensor, actual: Tensor, bins: int = CALIBRATION
 
 @torch.no_grad()
 def validate(
-    drafter: Drafter, data: TrainingSet, weights: LossWeights, anchors: int, gamma: float, limit: int, seed: int, dtype: torch.dtype
+    drafter: TrainedDrafter, data: TrainingSet, weights: LossWeights, anchors: int, gamma: float, limit: int, seed: int, dtype: torch.dtype
 ) -> dict[str, float]:
     """Metrics over the first `limit` samples, each with its own fixed anchors.
 

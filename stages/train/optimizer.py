@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from stages.drafters.model import Drafter
 from stages.params import Train
 
 BETAS = (0.9, 0.95)
@@ -19,7 +18,7 @@ def is_backbone_matrix(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim == 2 and name.startswith(("layers.", "fc."))
 
 
-def make_optimizers(drafter: Drafter, params: Train) -> list[torch.optim.Optimizer]:
+def make_optimizers(drafter: torch.nn.Module, params: Train) -> list[torch.optim.Optimizer]:
     """The optimizers that together update every parameter once per step.
 
     `match_rms_adamw` (Liu et al., 2025) scales Muon's update to the size of AdamW's, so that both take one learning rate.

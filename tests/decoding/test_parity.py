@@ -31,17 +31,18 @@ def test_a_differing_draft_is_found_with_its_slot_and_distance() -> None:
     tokens = list(range(20, 32))
     drafts = greedy_drafts(model, context, torch.tensor([tokens[5], tokens[9]]), torch.tensor([5, 9]))
     right = [Round(6, drafts.tokens[0].tolist(), 0, 1), Round(10, drafts.tokens[1].tolist(), 0, 1)]
-    assert compare_rounds(model, context, tokens, right, "a") == []
+    assert compare_rounds(drafts, model.draft_ids, right, "a") == []
+    assert drafts.logits is not None
 
     second = int(model.draft_ids[drafts.logits[1, 2].topk(2).indices[1]])
     swapped = [*right[1].drafted[:2], second, right[1].drafted[3]]
-    (found,) = compare_rounds(model, context, tokens, [right[0], Round(10, swapped, 0, 1)], "a")
+    (found,) = compare_rounds(drafts, model.draft_ids, [right[0], Round(10, swapped, 0, 1)], "a")
     assert (found.request, found.context_length, found.slot, found.engine, found.ours) == ("a", 10, 2, second, right[1].drafted[2])
     assert found.gap == found.margin > 0
     assert f"engine {second}" in found.line()
 
     outside = next(token for token in range(96) if token not in model.draft_ids.tolist())
-    (found,) = compare_rounds(model, context, tokens, [Round(6, [outside], 0, 1)], "a")
+    (found,) = compare_rounds(drafts, model.draft_ids, [Round(6, [outside], 0, 1)], "a")
     assert found.gap == float("inf")
 
 
@@ -50,7 +51,7 @@ def test_fewer_drafts_than_ours_are_compared_as_far_as_they_go() -> None:
     model = drafter(config(sample_from_anchor=True))
     context = torch.randn(6, 3 * 64, generator=torch.Generator().manual_seed(0))
     drafts = greedy_drafts(model, context, torch.tensor([9]), torch.tensor([5]))
-    assert compare_rounds(model, context, [9] * 6, [Round(6, drafts.tokens[0, :-1].tolist(), 0, 1)], "a") == []
+    assert compare_rounds(drafts, model.draft_ids, [Round(6, drafts.tokens[0, :-1].tolist(), 0, 1)], "a") == []
 
 
 def test_layer_ids_are_inputs_of_layers_and_the_last_one_is_not_normed(tiny_verifier: Path) -> None:

@@ -43,7 +43,7 @@ def simulated(chosen: dict[str, list[TokenSample]], scale: float, seed: int, dra
 
 
 def drafter(name: str, trained: int = DRAFT_TOKENS) -> Drafter:
-    return Drafter(name, Path("nowhere"), "1" * 64, {"method": "dflash", "num_speculative_tokens": trained})
+    return Drafter(name, Path("nowhere"), "dspark", "1" * 64, {"method": "dflash", "num_speculative_tokens": trained})
 
 
 def measured(scales: dict[str, float], settings: Evaluate | None = None, broken: bool = False) -> Evaluation:

@@ -1,0 +1,82 @@
+"""`drafter.algorithm` selects: the same graph trains, proves, registers and serves each of them, with the real engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from stages.artifacts import read_json, read_manifest
+from tests.gate.pair import make_bigram_verifier
+from tests.pipeline.clone import SMALL, Clone
+from tests.tiny import MASK_TOKEN_ID
+
+NO_HEADS = {"markov_rank": 0, "confidence_head": False}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": NO_HEADS | {"num_layers": 1, "draft_tokens": 4, "draft_vocab_size": 256},
+    "draft_model": NO_HEADS | {"num_layers": 2, "draft_tokens": 4},
+    "ngram": NO_HEADS | {"draft_tokens": 4, "ngram_min": 1, "ngram_max": 3},
+}
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """With a tiny verifier that never answers with the mask token; prepared and extracted once for all algorithms."""
+    directory = make_bigram_verifier(tmp_path_factory.mktemp("algorithms") / "verifier")
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    clone = Clone(tmp_path_factory.mktemp("clone") / "repository", directory)
+    with socket_port() as port:
+        clone.set("deploy", port=port)
+    return clone
+
+
+def socket_port() -> Any:
+    """A free port, for as long as nobody else takes it."""
+    import contextlib
+    import socket
+
+    @contextlib.contextmanager
+    def free() -> Any:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            yield int(probe.getsockname()[1])
+
+    return free()
+
+
+@pytest.mark.parametrize("algorithm", DRAFTERS)
+def test_from_params_to_a_server_that_drafts(algorithm: str, clone: Clone) -> None:
+    clone.write_params(SMALL | {"drafter": DRAFTERS[algorithm] | {"algorithm": algorithm, "mask_token_id": MASK_TOKEN_ID}, "deploy": read_deploy(clone)})
+    run = clone.repro()
+    assert run.status == 0, run.output[-4000:]
+    outputs = clone.root / "outputs"
+    gate, evaluation, plan = (read_json(outputs / name) for name in ("gate/report.json", "evaluate/report.json", "deploy/plan.json"))
+    assert gate["verdict"] == "pass"
+    assert gate["dtypes"]["float32"]["wrong"] == gate["parity"]["wrong"] == 0
+    assert gate["parity"]["rounds"] > 0
+    assert gate["draft_tokens"] == evaluation["draft_tokens"] == 4
+    told = json.loads(plan["argv"][plan["argv"].index("--speculative-config") + 1])
+    assert (told["method"], told["model"], plan["served_by"]) == (algorithm, plan["checkpoint"], "engine")
+    read_manifest(clone.root / plan["checkpoint"], plan["verifier"]["digest"])
+    # It follows most of the tiny verifier's bigrams once it is trained; looked up, some repeat.
+    assert evaluation["acceptance_length"]["macro"] > 1.0
+    served = subprocess.run(
+        [sys.executable, "-m", "stages.deploy.serve", "--once"], cwd=clone.root, env=clone.environment, capture_output=True, text=True, timeout=600
+    )
+    assert served.returncode == 0, served.stdout + served.stderr
+    assert "acceptance length" in served.stdout
+
+
+def read_deploy(clone: Clone) -> dict[str, Any]:
+    from ruamel.yaml import YAML
+
+    section: dict[str, Any] = YAML(typ="safe", pure=True).load((clone.root / "params.yaml").read_text(encoding="utf-8"))["deploy"]
+    return section
