@@ -51,7 +51,7 @@ def test_a_table_of_two_engines(tiny_verifier: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_rounds_that_do_not_fit_the_engine_are_an_error_and_leave_it_usable(tiny_verifier: Path) -> None:
+def test_an_engine_goes_on_after_it_was_timed(tiny_verifier: Path) -> None:
     with EngineProcess(engine_config(tiny_verifier), None, timing_life) as process:
         assert len(process.ask(([[5] * 16], None, 3))) == 3
         assert len(process.ask(([[5] * 16, [6] * 16], None, 4))) == 4

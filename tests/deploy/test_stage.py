@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from stages.artifacts import read_json, write_json
+from stages.decoding.costs import CostError, this_machine
 from stages.deploy.__main__ import run as run_deploy
 from stages.deploy.serve import ready_plan
 from stages.errors import DraftlineError, PairError
 from stages.params import read_params
 from stages.serving.fetch import SERVED, fetch, prune
+from tests.decoding.tables import table
 
 CHECKPOINT = Path("outputs/convert/checkpoint")
 
@@ -101,6 +104,33 @@ class TestStage:
         write_json(Path("outputs/deploy/plan.json"), content)
         with pytest.raises(DraftlineError, match=r"plan\.json: not a serving plan"):
             ready_plan()
+
+    def test_what_evaluate_measured_decides_how_much_is_drafted(self, registered: dict[str, Any]) -> None:
+        """Fewer at larger batches; the verifier alone where nothing is gained; nothing where it was measured elsewhere, unless told so."""
+        path = Path("outputs/evaluate/report.json")
+        report = read_json(path)
+        here = {"machine": this_machine("vllm"), "verifier": report["verifier"], "checkpoint": report["checkpoint"]}
+        costs = {"table": table().model_copy(update=here).model_dump(mode="json"), "acceptance": {"4": [0.7, 0.45, 0.3, 0.2]}}
+        write_json(path, {**report, "costs": costs})
+        plan = self.deploy()
+        speculative = json.loads(plan["argv"][plan["argv"].index("--speculative-config") + 1])
+        assert speculative["num_speculative_tokens_per_batch_size"] == plan["speculation"]
+        assert plan["speculation"][0] == [1, plan["speculation"][0][1], 4]
+        assert ready_plan()["argv"] == plan["argv"]
+
+        write_json(path, {**report, "costs": {**costs, "acceptance": {"4": [0.01, 0.0, 0.0, 0.0]}}})
+        plan = self.deploy()
+        assert plan["speculation"] == []
+        assert "--speculative-config" not in plan["argv"]
+        assert ready_plan()["argv"] == plan["argv"]
+
+        write_json(path, {**report, "costs": {**costs, "table": {**costs["table"], "dtype": "float32"}}})
+        with pytest.raises(CostError, match=r"report\.json: measured on another pair: dtype float32 \(here bfloat16\); measure again"):
+            self.deploy()
+        params = read_params()
+        fixed = params.model_copy(update={"deploy": params.deploy.model_copy(update={"speculation": "fixed"})})
+        run_deploy(fixed, Path("outputs/deploy"))
+        assert read_json(Path("outputs/deploy/plan.json"))["speculation"] is None
 
     def test_a_stray_file_beside_the_served_ones_is_not_served(self, registered: dict[str, Any]) -> None:
         """vLLM would load it in the place of the drafter's own weights, and nothing but the acceptance would tell."""
