@@ -10,17 +10,15 @@ without listing would change results without re-running anything.
 
 from __future__ import annotations
 
-import re
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from stages.errors import ParamsError
-from stages.params_file import describe, load_yaml
+from stages.params_file import describe, load_yaml, require_urls
 
 PARAMS_FILE: Path = Path("params.yaml")
 TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
@@ -120,14 +118,7 @@ class Extraction(Section):
     @field_validator("servers")
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
-        for url in value:
-            try:
-                parts = urlsplit(url)
-                fine = re.fullmatch(r"https?://[^/?#\s]+", url) is not None and parts.hostname is not None and parts.port != 0
-            except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
-                fine = False
-            if not fine:
-                raise ValueError(f"{url!r} must be http(s)://<host>:<port> without a path")
+        require_urls(value)
         return value
 
     @model_validator(mode="after")
@@ -267,9 +258,7 @@ class Evaluate(Section):
 
     prompts_per_kind: int = Field(6, ge=1, description="Held-out prompts of each kind.")
     max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
-    draft_tokens: list[Annotated[int, Field(ge=1, le=64)]] = Field(
-        default_factory=list, description="K of the sweep; the trained K is always measured, what is above it is left out and named in the report."
-    )
+    draft_tokens: list[Annotated[int, Field(ge=1, le=64)]] = Field([], description="Further K to measure; above the trained one: left out, named.")
     temperatures: list[Annotated[float, Field(ge=0.0, le=2.0)]] = Field(
         [0.0, 1.0], description="0 (greedy, through the engine) and more (through our own loop)."
     )
@@ -284,17 +273,12 @@ class Evaluate(Section):
     drop_gain: float = Field(0.2, ge=0.0, description="Verdict drop: less than so much faster than guarded prompt lookup.")
 
     @model_validator(mode="after")
-    def _ngrams_ascend(self) -> Evaluate:
+    def _what_decides_is_measured(self) -> Evaluate:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) must not be above ngram_max ({self.ngram_max})")
-        return self
-
-    @model_validator(mode="after")
-    def _what_decides_is_measured(self) -> Evaluate:
         for name, needed in (("temperatures", 0.0), ("batch_sizes", 1)):
-            values: list[float] = getattr(self, name)
-            if needed not in values:
-                raise ValueError(f"{name} ({values}) must hold {needed:g}: what is registered and promoted is measured there")
+            if needed not in getattr(self, name):
+                raise ValueError(f"{name} ({getattr(self, name)}) must hold {needed:g}: what is registered and promoted is measured there")
         return self
 
 

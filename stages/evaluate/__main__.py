@@ -57,6 +57,7 @@ def run(params: Params, output: Path) -> None:
     evaluation = Evaluation([drafter], chosen, verifier, engine, params.evaluate, Store(None, {}))
     evaluation.run()
     report = {"verifier": identity.digest, "checkpoint": content, **headline(evaluation.report(), NAME)}
+    report["costs"] = evaluation.costs(drafter, identity.digest)
     write_reports(report, output)
     if report["failures"]:
         raise DraftlineError(f"degraded outputs: {'; '.join(report['failures'])}; see {output / 'report.md'}")

@@ -19,6 +19,7 @@ from stages.dataset import TokenSample
 from stages.decoding.engine import Completion, EngineConfig, Request
 from stages.decoding.isolated import EngineProcess
 from stages.decoding.loop import Decoder
+from stages.decoding.measure_costs import measure_costs
 from stages.decoding.proposer import Sampling
 from stages.decoding.timing import Seconds
 from stages.evaluate import own_loop
@@ -199,6 +200,28 @@ class Evaluation:
         key = {"by": "loop", "what": "speed", "drafter": drafter.content, "ngrams": [settings.ngram_min, settings.ngram_max]}
         found = self.store.get(key, make)
         self.lookup_speeds.append({"drafter": drafter.name, "seconds": found["seconds"], **summarise(pairs_from_json(found["pairs"]))})
+
+    def costs(self, drafter: Drafter, verifier: str) -> dict[str, Any]:
+        """What the serving plan chooses K by (`stages.serving.speculation`): seconds of a round by batch size and K, and greedy survival for each measured K.
+
+        Args:
+            verifier: digest of its identity.
+        """
+        counts = self.draft_tokens(drafter)
+        table = measure_costs(
+            self.engine,
+            drafter.engine,
+            [request.prompt_ids for request in self.speed_requests()],
+            batch_sizes=self.settings.batch_sizes,
+            draft_tokens=counts,
+            verifier=verifier,
+            checkpoint=drafter.content,
+            visits=self.settings.repeats,
+            desc="evaluate: costs of a round",
+        )
+        greedy = {cell.draft_tokens: cell.completions for cell in self.cells if cell.drafter == drafter.name and cell.temperature == 0.0}
+        survival = {count: [row["cumulative"] for row in positions_by_kind(greedy[count], self.kinds, count)["all"]] for count in counts}
+        return {"table": table.model_dump(mode="json"), "acceptance": survival}
 
     def counts(self, cell: Cell) -> list[PromptCount]:
         return [prompt_count(completion, self.kinds[completion.id]) for completion in cell.completions]

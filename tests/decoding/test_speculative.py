@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from stages.artifacts import read_json
 from stages.decoding import speculative
 from stages.decoding.speculative import Device, installed_device, ngram_config, spec_config
-from stages.errors import DraftlineError
+from stages.errors import ArtifactError, DraftlineError
+from tests.drafters.kinds import write_checkpoint
 from tests.drafters.shapes import config
 
 CHECKPOINT = Path("/checkpoint")
@@ -36,6 +38,20 @@ def test_method_and_number_of_drafts(changes: dict[str, object], device: Device,
     # Understood by the plug-in's class alone.
     assert told.pop("use_local_argmax_reduction", False) == (exported["speculators_model_type"] == "dspark" and method == "dflash")
     assert told == {"method": method, "model": str(CHECKPOINT), "num_speculative_tokens": tokens}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("algorithm", "more"), [("eagle3", {}), ("draft_model", {}), ("ngram", {"prompt_lookup_min": 1, "prompt_lookup_max": 3})], ids=lambda value: str(value)
+)
+def test_what_drafts_token_by_token_is_vllm_s_own_everywhere(algorithm: str, more: dict[str, int], device: Device, tiny_verifier: Path, tmp_path: Path) -> None:
+    exported = read_json(write_checkpoint(tmp_path, algorithm, tiny_verifier) / "config.json")
+    assert spec_config(CHECKPOINT, exported, device) == {"method": algorithm, "model": str(CHECKPOINT), "num_speculative_tokens": 4} | more
+
+
+def test_a_config_of_no_drafter_is_named() -> None:
+    with pytest.raises(ArtifactError, match=r"^/checkpoint/config\.json: a drafter of kind 'medusa'; supported: dspark"):
+        spec_config(CHECKPOINT, {"speculators_model_type": "medusa"}, "cpu")
 
 
 def test_prompt_lookup() -> None:

@@ -52,7 +52,8 @@ def test_read_back_from_disk_alone_drafts_the_same(case: str, tiny_verifier: Pat
     assert torch.equal(ours.tokens, theirs.tokens)
     if ours.logits is not None:
         assert theirs.logits is not None
-        assert torch.equal(ours.logits, theirs.logits)
+        # The weights are equal bit for bit; where a tensor lies in memory may still choose another kernel.
+        torch.testing.assert_close(theirs.logits, ours.logits, rtol=1e-5, atol=1e-5)
     assert check_pair(tmp_path / "checkpoint", compute_identity(tiny_verifier)) == []
 
 

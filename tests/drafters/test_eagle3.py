@@ -83,6 +83,8 @@ def test_speculators_computes_the_same_chain(tiny_verifier: Path, tmp_path: Path
     theirs = speculators.SpeculatorModel.from_pretrained(checkpoint, dtype=torch.float32)
     theirs.load_verifier_weights()
     theirs.eval()
+    read = theirs.state_dict()
+    assert all(torch.equal(read[name].float(), tensor) for name, tensor in model.state_dict().items())
     context, tokens = material(model)
     seen: list[torch.Tensor] = []
     theirs.norm.register_forward_hook(lambda module, args, output: seen.append(output[0]))

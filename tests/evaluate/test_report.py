@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.artifacts import write_json
+from stages.artifacts import read_json, read_manifest, write_json
 from stages.errors import ArtifactError
 from stages.evaluate.__main__ import write_reports
 from stages.evaluate.report import markdown
-from stages.evaluate.summary import summary
+from stages.evaluate.summary import drafter_line, summary
 from stages.evaluate.tables import table
 from stages.params import Evaluate, read_params
+from tests.drafters.kinds import write_checkpoint
 from tests.evaluate.reports import make_comparison, make_report
 from tests.gate.pair import write_drafter
 from tests.paths import REPOSITORY
@@ -131,6 +133,19 @@ def test_the_last_screen_answers_what_a_run_is_asked_for(tiny_verifier: Path, tm
         assert expected in text
     for kind in report["acceptance_length"]["per_kind"]:
         assert kind in text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "line"),
+    [
+        ("eagle3", r"eagle3 · 1 layers, 4 draft tokens, vocabulary 512 · \d+ MB"),
+        ("draft_model", r"draft_model · 2 layers, 4 draft tokens, vocabulary 512 · \d+ MB"),
+        ("ngram", r"ngram · 1 to 3 tokens looked up, up to 4 draft tokens, no weights"),
+    ],
+)
+def test_every_drafter_is_one_line(algorithm: str, line: str, tiny_verifier: Path, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, algorithm, tiny_verifier)
+    assert re.fullmatch(line, drafter_line(read_json(checkpoint / "config.json"), read_manifest(checkpoint)["files"]))
 
 
 def test_without_a_finished_run_the_last_screen_names_the_missing_file(tmp_path: Path) -> None:

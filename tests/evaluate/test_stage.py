@@ -9,6 +9,7 @@ import pytest
 
 from stages.artifacts import digest_json, read_json, read_manifest, write_json
 from stages.dataset import TokenSample, choose_per_kind, read_split, write_split
+from stages.decoding.costs import parse_table, this_machine
 from stages.decoding.engine import EngineConfig
 from stages.errors import ArtifactError, DraftlineError, PairError
 from stages.evaluate.__main__ import run
@@ -16,6 +17,7 @@ from stages.evaluate.measure import Evaluation
 from stages.evaluate.store import Store
 from stages.evaluate.subjects import choose_draft_tokens
 from stages.params import Evaluate, Params, StageParams, parse_params, read_params
+from stages.serving.speculation import plan_speculation
 from tests.evaluate.reports import drafter
 from tests.gate.pair import KINDS, make_bigram_verifier, write_outputs, write_samples
 from tests.paths import REPOSITORY
@@ -133,6 +135,9 @@ def test_acceptance_speed_and_outputs_are_measured_through_engine_and_loop(outpu
     assert report["failures"] == []
     assert [repeat["baseline"]["tokens"] for repeat in report["speed"]["repeats"]] == [24, 24]
     assert [(entry["draft_tokens"], entry["batch_size"]) for entry in report["speed"]["measured"]] == [(2, 1), (2, 4), (4, 1), (4, 4)]
+    speculation = plan_speculation(report, this_machine("vllm"), "float32", 4, 8, "report.json")
+    assert speculation.ranges is not None, "the serving plan reads the costs that were measured"
+    assert parse_table(report["costs"]["table"], "report.json").requests == [1, 4]
     assert report["verdict"] in ("ship", "tune", "drop")
     assert (outputs / "evaluate" / "report.md").is_file()
     assert len(list((outputs / "evaluate" / "plots").glob("*.png"))) == 4
