@@ -23,6 +23,10 @@ from stages.errors import DraftlineError
 MEASURE_AGAIN = "measure again: dvc repro -f -s evaluate"
 
 
+COSTS = "costs"
+"""Key of evaluate's report that holds what `costs_section` gives."""
+
+
 class CostError(DraftlineError):
     """A cost table is absent, of something else than is about to run, or does not reach far enough."""
 
@@ -231,3 +235,28 @@ def parse_table(value: Mapping[str, Any], where: str) -> CostTable:
     except ValidationError as error:
         first = error.errors()[0]
         raise CostError(f"{where}: not a cost table: {'.'.join(map(str, first['loc'])) or 'whole'}: {first['msg']}; {MEASURE_AGAIN}") from None
+
+
+def costs_section(table: CostTable, acceptance: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """What evaluate's report says under `COSTS`.
+
+    Args:
+        acceptance: draft tokens of a measurement → share of its rounds that survive to each position.
+    """
+    return {"table": table.model_dump(mode="json"), "acceptance": {str(count): list(survival) for count, survival in sorted(acceptance.items())}}
+
+
+def read_costs(report: Mapping[str, Any], where: str) -> tuple[CostTable, dict[int, list[float]]] | None:
+    """The table and the acceptance of an evaluation's report; None where it measured none.
+
+    Raises:
+        CostError: it holds something else.
+    """
+    measured = report.get(COSTS)
+    if measured is None:
+        return None
+    try:
+        table = parse_table(measured["table"], where)
+        return table, {int(count): [float(value) for value in survival] for count, survival in measured["acceptance"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CostError(f"{where}: {COSTS}: not what evaluate writes; {MEASURE_AGAIN}") from None

@@ -17,11 +17,13 @@ from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from stages.decoding.costs import Cell, CostTable, cell, this_machine
 from stages.decoding.engine import Engine, EngineConfig, Request
 from stages.decoding.isolated import EngineProcess, engine_life
+from stages.decoding.schedulers import Offered
 
 WARM_ROUNDS = 2
 """Rounds of a batch before those that are timed."""
@@ -95,6 +97,49 @@ def _time(engine: Engine, connection: Connection, message: Any) -> None:
 
 timing_life = partial(engine_life, work=_time)
 """An engine's process that answers (prompts, draft tokens, rounds) with seconds."""
+
+
+class Metronome:
+    """A scheduler of the decoding loop that has `count` drafts of each row verified, and notes when each round begins.
+
+    Attributes:
+        beats: seconds and rows of each beginning.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.beats: list[tuple[float, int]] = []
+
+    def limit(self, context_lengths: Tensor, draft_tokens: int) -> int:
+        """All drafts are made, as the prefix scheduler needs them; with `count` of them verified."""
+        self.beats.append((time.perf_counter(), len(context_lengths)))
+        return draft_tokens
+
+    def lengths(self, offer: Offered) -> Tensor:
+        return offer.available.clamp(max=self.count)
+
+    def rounds(self, rows: int) -> list[float]:
+        """Seconds of the rounds with just so many rows, but for the first ones."""
+        pairs = zip(self.beats, self.beats[1:], strict=False)
+        return [after[0] - before[0] for before, after in pairs if before[1] == after[1] == rows][WARM_ROUNDS:]
+
+
+def time_decoder(decoder: Any, prompts: Sequence[Any], draft_tokens: int | None) -> list[float]:
+    """Seconds of rounds of our own decoding loop: a `Visit` for `interleaved`.
+
+    The loop reads each row's anchor and as many drafts as the longest row has verified: its rounds cost what equal lengths cost.
+
+    Args:
+        decoder: a `stages.decoding.loop.Decoder`; without proposer for `draft_tokens` None. prompts: for one batch, of equal length, with
+            `max_tokens` for some rounds and no end of sequence before that.
+    """
+    if draft_tokens is None:
+        spent, made = decoder.seconds.round_seconds, decoder.seconds.rounds
+        decoder.decode(prompts, batch_size=len(prompts))
+        return [(decoder.seconds.round_seconds - spent) / (decoder.seconds.rounds - made)]
+    decoder.scheduler = metronome = Metronome(draft_tokens)
+    decoder.decode(prompts, batch_size=len(prompts))
+    return metronome.rounds(len(prompts))
 
 
 def measure_costs(

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stages.decoding.costs import CostError, Machine, parse_table
+from stages.decoding.costs import Machine, read_costs
 from stages.decoding.schedule import TOLERANCE, Choice, batch_ranges, choose_draft_tokens, too_slow
-
-COSTS = "costs"
-"""Key of evaluate's report: {"table": a cost table, "acceptance": {draft tokens: survival to each position}}."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +40,16 @@ def plan_speculation(report: Mapping[str, Any], machine: Machine, dtype: str, dr
     """Choose by what an evaluation measured.
 
     Args:
-        report: evaluate's; without `COSTS` nothing is chosen. Its table must be of the verifier and checkpoint that the report is about.
+        report: evaluate's; without measured costs nothing is chosen. Its table must be of the verifier and checkpoint that the report is about.
         machine, dtype: that will serve. draft_tokens: the drafter's own K. max_requests: served at a time.
         where: the report's path, for messages.
     Raises:
         CostError: the table is damaged, or of another machine, verifier, drafter or dtype.
     """
-    measured = report.get(COSTS)
+    measured = read_costs(report, where)
     if measured is None:
         return Speculation(None)
-    try:
-        table = parse_table(measured["table"], where)
-        acceptance = {int(count): [float(value) for value in survival] for count, survival in measured["acceptance"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CostError(f"{where}: {COSTS}: not what evaluate writes; run dvc repro -f -s evaluate") from None
+    table, acceptance = measured
     table.require(machine, report["verifier"], report["checkpoint"], dtype, where)
     acceptance = {count: survival for count, survival in acceptance.items() if count <= draft_tokens}
     if not acceptance:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from stages.artifacts import read_json
 from stages.decoding.costs import this_machine
 from stages.decoding.isolated import EngineProcess
-from stages.decoding.measure_costs import interleaved, measure_costs, repeated, timing_life
+from stages.decoding.measure_costs import interleaved, measure_costs, repeated, time_decoder, timing_life
 from stages.decoding.speculative import spec_config
 from tests.decoding.pairs import engine_config, requests, write_drafter
 
@@ -33,6 +37,34 @@ def test_every_cell_is_visited_as_often_and_the_order_turns() -> None:
 def test_prompts_have_one_length() -> None:
     taken = repeated([[1, 2, 3], [4]], 3, 5)
     assert taken == [[1, 2, 3, 1, 2], [4] * 5, [1, 2, 3, 1, 2]]
+
+
+class Decoder:
+    """What `time_decoder` asks of the decoding loop: rounds of four rows, of which one ends two rounds early."""
+
+    def __init__(self) -> None:
+        self.scheduler: Any = None
+        self.seconds = SimpleNamespace(round_seconds=1.0, rounds=2)
+        self.verified: list[list[int]] = []
+
+    def decode(self, prompts: Sequence[Any], batch_size: int) -> None:
+        for number in range(8):
+            rows = batch_size - (number >= 6)
+            if self.scheduler is not None:
+                assert self.scheduler.limit(torch.full((rows,), 20), 5) == 5
+                self.verified.append(self.scheduler.lengths(SimpleNamespace(available=torch.tensor([1] + [5] * (rows - 1)), confidence=None)).tolist())
+            self.seconds.round_seconds += 0.5
+            self.seconds.rounds += 1
+
+
+def test_rounds_of_the_decoding_loop_are_timed_with_fixed_lengths_and_full_batches() -> None:
+    decoder = Decoder()
+    seconds = time_decoder(decoder, ["prompt"] * 4, 3)
+    assert decoder.verified[0] == [1, 3, 3, 3]
+    # Six beginnings with four rows are five rounds, of which the first two warm up.
+    assert len(seconds) == 3
+    decoder.scheduler = None
+    assert time_decoder(decoder, ["prompt"] * 4, None) == [0.5]
 
 
 @pytest.mark.integration

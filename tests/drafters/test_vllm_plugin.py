@@ -8,6 +8,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def test_the_wheel_holds_all_that_the_plug_in_imports(tmp_path: Path) -> None:
         own = {module for module in modules if module is not None and module.startswith("draftline_vllm")}
         assert own <= {"draftline_vllm.heads"}
     assert "draftline_vllm.vllm_dspark:DSparkForCausalLM" in sources["draftline_vllm/vllm_plugin.py"]
+
+
+@pytest.mark.parametrize(("lengths", "spared"), [([1, 1], True), ([6, 6], False), ([1, 6], False), ([], False), (None, False)])
+def test_a_forward_is_spared_only_where_no_request_drafts(lengths: list[int] | None, spared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`None`: vLLM's own dry run, which must reach the backbone."""
+    from stages.drafters import vllm_dspark
+
+    metadata = None if lengths is None else {str(layer): SimpleNamespace(max_query_len=length) for layer, length in enumerate(lengths)}
+    monkeypatch.setattr(vllm_dspark, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
+    assert vllm_dspark.nothing_to_draft() == spared
 
 
 @pytest.mark.integration

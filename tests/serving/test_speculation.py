@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.decoding.costs import CostError, CostTable
+from stages.decoding.costs import CostError, CostTable, costs_section
 from stages.serving.speculation import Speculation, plan_speculation
 from tests.decoding.tables import CHECKPOINT, MACHINE, VERIFIER, table
 
@@ -14,7 +14,7 @@ ACCEPTANCE = {"4": [0.7, 0.45, 0.3, 0.2]}
 
 
 def report(costs: CostTable | None = None, acceptance: dict[str, list[float]] = ACCEPTANCE, **changes: Any) -> dict[str, Any]:
-    measured = {"table": (costs or table()).model_dump(mode="json"), "acceptance": acceptance}
+    measured = costs_section(costs or table(), {int(count): survival for count, survival in acceptance.items()})
     return {"verifier": VERIFIER, "checkpoint": CHECKPOINT, "costs": measured, **changes}
 
 
