@@ -42,7 +42,12 @@ class Read:
 
 
 class Taps:
-    """The residual stream entering chosen layers, caught on its way: transformers' own `output_hidden_states` would keep all of them."""
+    """The residual stream entering chosen layers, caught on its way: transformers' own `output_hidden_states` would keep all of them.
+
+    with taps:
+        model(...)
+    states = taps.take()
+    """
 
     def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
         """
@@ -53,6 +58,8 @@ class Taps:
         """
         self.layer_ids = tuple(layer_ids)
         self._caught: dict[int, Tensor] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._handles: list[Any] = []
         if not self.layer_ids:
             return
         decoder = model.get_decoder()
@@ -62,7 +69,15 @@ class Taps:
         for layer in self.layer_ids:
             if not 1 <= layer <= len(layers):
                 raise DecodingError(f"tapped layer {layer}: the model has layers 1 to {len(layers)}")
-            (norm if layer == len(layers) else layers[layer]).register_forward_pre_hook(self._catch(layer), with_kwargs=True)
+            self._modules[layer] = norm if layer == len(layers) else layers[layer]
+
+    def __enter__(self) -> None:
+        # Hooks for one forward only: several decoders may share a model, and none may pay for another's taps.
+        self._handles = [module.register_forward_pre_hook(self._catch(layer), with_kwargs=True) for layer, module in self._modules.items()]
+
+    def __exit__(self, *_exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _catch(self, layer: int) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,14 +140,11 @@ class CachedModel:
             mask = visible(begin, width, cache.slots.end)
         # Padding behind a row's tokens may lie beyond the model's positions; nothing of it is used.
         positions = (begin[:, None] + torch.arange(width, device=self.device)).clamp_(max=self.max_positions - 1)
-        logits: Tensor = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-        ).logits
+        keep = 1 if last_only else 0
+        with self.taps:
+            logits: Tensor = self.model(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=keep
+            ).logits
         return Read(logits, self.taps.take())
 
     @torch.inference_mode()

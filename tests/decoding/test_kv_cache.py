@@ -158,7 +158,8 @@ def test_a_block_drafters_cache_equals_a_fresh_one_and_its_drafts_those_of_one_p
 
 def test_a_draft_models_logits_are_those_of_transformers_and_repeat_exactly(pair: Pair) -> None:
     tokens = torch.randint(4, 500, (2, 40), generator=torch.Generator().manual_seed(0))
-    plain = pair.draft_model(tokens, use_cache=False).logits
+    with torch.inference_mode():
+        plain = pair.draft_model(tokens, use_cache=False).logits
     runs = []
     for _ in range(2):
         model = CachedModel(pair.draft_model)
@@ -179,6 +180,15 @@ def test_a_cache_is_never_written_past_its_end(pair: Pair) -> None:
         model.read(torch.tensor([[8, 9]]))
     with pytest.raises(ValueError, match=r"rewind from \[3\] to \[4\]"):
         model.rewind([4])
+
+
+def test_decoders_leave_no_hooks_in_the_model(pair: Pair) -> None:
+    model = CachedModel(pair.model, (2, 6))
+    model.begin(1, CAPACITY)
+    read = model.read_prompts([[5, 6, 7]])
+    assert read.states is not None
+    assert read.states.shape == (1, 3, 128)
+    assert not [module for module in pair.model.modules() if module._forward_pre_hooks]
 
 
 def test_what_cannot_be_tapped_or_rewound_is_refused(pair: Pair) -> None:
