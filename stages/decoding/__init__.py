@@ -1,1 +1,1 @@
-"""Library: greedy and sampled decoding through the engine that serves, with every verify round seen."""
+"""Library: greedy and sampled decoding, every verify round seen: by the engine that serves (`engine`), and by our own loop over any proposer (`loop`)."""

@@ -9,7 +9,7 @@ Letters as in stages/drafters/layers.py; `B` rows, `I` inputs of a block, `N` ne
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from stages.decoding.kv_cache import KeyValues, Slots
 from stages.decoding.markov import Chain
 from stages.decoding.proposer import Batch, DecodingError, Observed, Proposal, Sampling
+from stages.decoding.timing import now
 from stages.drafters.layers import Layer, rotate
 from stages.drafters.model import Drafter
 
@@ -26,6 +27,22 @@ from stages.drafters.model import Drafter
 def per_row(x: Tensor, width: int) -> Tensor:
     """`[B·width, heads, d]` → `[B, heads, width, d]`."""
     return x.view(-1, width, *x.shape[1:]).transpose(1, 2)
+
+
+def runs(pending: Sequence[Observed]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """What can be read in one go: starts `[B]`, and hidden states `[B, N, L·H]` one behind another. Only the last of them may be padded."""
+    starts: Tensor | None = None
+    parts: list[Tensor] = []
+    for observed in pending:
+        assert observed.states is not None
+        width = int(observed.counts.max())
+        starts = observed.starts if starts is None else starts
+        parts.append(observed.states[:, :width])
+        if int(observed.counts.min()) < width:
+            yield starts, parts
+            starts, parts = None, []
+    if starts is not None:
+        yield starts, parts
 
 
 class BlockProposer:
@@ -90,13 +107,12 @@ class BlockProposer:
     def _read_context(self) -> None:
         """Project what was observed since the last block into every layer's keys and values."""
         drafter = self.drafter
-        for observed in self._pending:
-            assert observed.states is not None
-            width = int(observed.counts.max())
-            states = observed.states[:, :width].to(drafter.fc.weight.dtype)
+        for starts, parts in runs(self._pending):
+            states = torch.cat(parts, dim=1).to(drafter.fc.weight.dtype)
+            width = states.shape[1]
             context = drafter.hidden_norm(drafter.fc(states)).flatten(0, 1)
-            self._slots.aim(observed.starts.tolist(), width)
-            cos, sin = drafter._rope((observed.starts[:, None] + torch.arange(width, device=states.device)).flatten())
+            self._slots.aim(starts.tolist(), width)
+            cos, sin = drafter._rope((starts[:, None] + torch.arange(width, device=states.device)).flatten())
             for layer, store in zip(self.layers, self._stores, strict=True):
                 keys, values = layer.self_attn.keys_values(context, cos, sin)
                 store.write(per_row(keys, width), per_row(values, width))
@@ -138,9 +154,9 @@ class BlockProposer:
             return Proposal(anchors[:, None].expand(-1, limit), lengths)
         hidden = self._hidden(anchors, positions)[:, :limit]
         base = hidden @ self.drafter.head.to(hidden.dtype).T
-        started = time.perf_counter()
+        started = now(anchors.device)
         drafts = self.chain.draft(hidden, base, anchors, self._sampling, self._generator)
-        self._seconds += time.perf_counter() - started if self.drafter.markov_head is not None else 0.0
+        self._seconds += now(anchors.device) - started if self.drafter.markov_head is not None else 0.0
         return Proposal(drafts.tokens, lengths, drafts.draws, drafts.confidence)
 
     def keep(self, index: Tensor) -> None:

@@ -56,7 +56,7 @@ class Fit:
 
         `noise` is the total variation that so many samples of the right distribution have on average.
         """
-        return self.p_value > 1e-4 and self.total_variation < 1.5 * self.noise and self.impossible == 0
+        return self.p_value > 1e-4 and self.total_variation < 3 * self.noise and self.impossible == 0
 
 
 def fit(sequences: Tensor, expected: Tensor) -> Fit:
