@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from stages.dataset import TokenSample
+from stages.decoding.costs import costs_section
 from stages.decoding.engine import Completion, EngineConfig, Request
 from stages.decoding.isolated import EngineProcess
 from stages.decoding.loop import Decoder
@@ -221,7 +222,7 @@ class Evaluation:
         )
         greedy = {cell.draft_tokens: cell.completions for cell in self.cells if cell.drafter == drafter.name and cell.temperature == 0.0}
         survival = {count: [row["cumulative"] for row in positions_by_kind(greedy[count], self.kinds, count)["all"]] for count in counts}
-        return {"table": table.model_dump(mode="json"), "acceptance": survival}
+        return costs_section(table, survival)
 
     def counts(self, cell: Cell) -> list[PromptCount]:
         return [prompt_count(completion, self.kinds[completion.id]) for completion in cell.completions]

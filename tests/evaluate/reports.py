@@ -48,7 +48,7 @@ def drafter(name: str, trained: int = DRAFT_TOKENS) -> Drafter:
 
 def measured(scales: dict[str, float], settings: Evaluate | None = None, broken: bool = False) -> Evaluation:
     """An evaluation of drafters named and scaled so, as if it had run; `broken`: the first says nothing at temperature 1."""
-    settings = settings or Evaluate(draft_tokens=[2, 4, 15])
+    settings = settings or Evaluate(draft_tokens=[2, 4, 15], temperatures=[0.0, 1.0])
     chosen = samples()
     engine = EngineConfig("nowhere", "bfloat16", 256, 8, 1 << 20)
     evaluation = Evaluation([drafter(name) for name in scales], chosen, Path("nowhere"), engine, settings, Store(None, {}))

@@ -26,7 +26,7 @@ def params(**evaluate: Any) -> Params:
     data = read_params(REPOSITORY / "params.yaml").model_dump()
     data["engine"] |= {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_bytes": 1 << 26}
     data["prepare"]["max_seq_len"] = 128
-    data["evaluate"] |= {"max_tokens": 24, "batch_size": 4, "prompts_per_kind": 2, "speed_tokens": 8, **evaluate}
+    data["evaluate"] |= {"max_tokens": 24, "batch_size": 4, "prompts_per_kind": 2, "speed_tokens": 8, "temperatures": [0.0, 1.0], **evaluate}
     return parse_params(data)
 
 

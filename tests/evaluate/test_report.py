@@ -74,7 +74,7 @@ def test_without_the_engine_there_is_acceptance_but_no_speed_and_no_verdict(tmp_
 
 
 def test_degraded_outputs_stand_at_the_top_of_the_report() -> None:
-    report = make_report(settings=Evaluate(), broken=True)
+    report = make_report(settings=Evaluate(temperatures=[0.0, 1.0]), broken=True)
     assert report["failures"] == [line for line in report["failures"] if line.startswith("drafter, temperature 1, K = 7: 15 of 15 outputs are empty")] != []
     assert markdown(report).index(report["failures"][0]) < markdown(report).index("## Acceptance length")
 
