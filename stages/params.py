@@ -266,7 +266,7 @@ class Evaluate(Section):
     repeats: int = Field(3, ge=1, description="Paired speed measurements.")
     speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement (as many as the batch, where that is larger).")
     speed_tokens: int = Field(48, ge=8, description="Tokens decoded per prompt of a speed measurement.")
-    batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field([1, 8], description="Prompts of a speed measurement decoded together; 1 decides.")
+    batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field([1, 8], description="Prompts timed together, up to engine.max_num_seqs; 1 decides.")
     ngram_min: int = Field(1, ge=1, description="Shortest n-gram of prompt lookup, the comparison.")
     ngram_max: int = Field(3, ge=1, description="Longest n-gram of prompt lookup.")
     ship_gain: float = Field(0.4, ge=0.0, description="Verdict ship: at least so much faster than the verifier alone (0.4: 40 % more tokens/s).")
@@ -332,8 +332,6 @@ class Params(Section):
         if wrong := [f"{knob} ({length})" for knob in knobs if (length := attrgetter(knob)(self)) >= longest]:
             # The extracting engine adds one token to each sample; an answer follows a prompt.
             raise ValueError(f"{', '.join(wrong)} must be below engine.max_model_len ({longest}), which also holds the prompt or one more token")
-        if (largest := max(self.evaluate.batch_sizes)) > self.engine.max_num_seqs:
-            raise ValueError(f"evaluate.batch_sizes ({largest}) must not be above engine.max_num_seqs ({self.engine.max_num_seqs})")
         return self
 
 

@@ -93,6 +93,10 @@ class Evaluation:
         """Measured K of a drafter, ascending; the trained one is the last."""
         return choose_draft_tokens(drafter.trained, self.settings.draft_tokens)[0]
 
+    def batch_sizes(self) -> list[int]:
+        """Prompts that are timed together: those of the params that the engine decodes at a time."""
+        return sorted({size for size in self.settings.batch_sizes if size <= self.engine.max_num_seqs})
+
     def in_the_loop(self) -> list[float]:
         """Temperatures at which our own loop runs the drafters."""
         return sorted(set(self.settings.temperatures) - ({0.0} if self.engine_too else set()))
@@ -145,7 +149,7 @@ class Evaluation:
 
     def _speed(self, alone: _Lazy, drafted: _Lazy, drafter: Drafter, count: int, key: dict[str, Any]) -> None:
         """Paired speed at each batch size."""
-        for batch_size in sorted(set(self.settings.batch_sizes)):
+        for batch_size in self.batch_sizes():
 
             def make(batch_size: int = batch_size) -> Any:
                 groups = self.groups(batch_size)
@@ -213,7 +217,7 @@ class Evaluation:
             self.engine,
             drafter.engine,
             [request.prompt_ids for request in self.speed_requests()],
-            batch_sizes=self.settings.batch_sizes,
+            batch_sizes=self.batch_sizes(),
             draft_tokens=counts,
             verifier=verifier,
             checkpoint=drafter.content,

@@ -107,7 +107,15 @@ def test_the_engines_may_run_the_model_s_code_where_the_user_lets_them(outputs: 
 @pytest.mark.integration
 def test_acceptance_speed_and_outputs_are_measured_through_engine_and_loop(outputs: Path) -> None:
     # Its samples are 10 prompts: too few to fail on outputs, enough to count them.
-    settings = {"prompts_per_kind": 2, "max_tokens": 40, "repeats": 2, "speed_prompts": 2, "speed_tokens": 12, "draft_tokens": [2, 9], "batch_sizes": [1, 4]}
+    settings = {
+        "prompts_per_kind": 2,
+        "max_tokens": 40,
+        "repeats": 2,
+        "speed_prompts": 2,
+        "speed_tokens": 12,
+        "draft_tokens": [2, 9],
+        "batch_sizes": [1, 4, 64],
+    }
     settings |= {"temperatures": [0.0, 1.0]}
     run(stage_params(**settings), outputs / "evaluate")
     report = read_json(outputs / "evaluate" / "report.json")
