@@ -10,17 +10,15 @@ without listing would change results without re-running anything.
 
 from __future__ import annotations
 
-import re
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from stages.errors import ParamsError
-from stages.params_file import describe, load_yaml
+from stages.params_file import describe, load_yaml, require_urls
 
 PARAMS_FILE: Path = Path("params.yaml")
 TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
@@ -120,14 +118,7 @@ class Extraction(Section):
     @field_validator("servers")
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
-        for url in value:
-            try:
-                parts = urlsplit(url)
-                fine = re.fullmatch(r"https?://[^/?#\s]+", url) is not None and parts.hostname is not None and parts.port != 0
-            except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
-                fine = False
-            if not fine:
-                raise ValueError(f"{url!r} must be http(s)://<host>:<port> without a path")
+        require_urls(value)
         return value
 
     @model_validator(mode="after")
@@ -265,20 +256,31 @@ class Gate(Section):
 
 
 class Evaluate(Section):
-    """Acceptance and speed on held-out prompts."""
+    """Acceptance and speed on held-out prompts, and the verdict that follows from them."""
 
     prompts_per_kind: int = Field(6, ge=1, description="Held-out prompts of each kind.")
     max_tokens: int = Field(128, ge=8, description="Tokens decoded per prompt.")
+    draft_tokens: list[Annotated[int, Field(ge=1, le=64)]] = Field([], description="Further K to measure; above the trained one: left out, named.")
+    temperatures: list[Annotated[float, Field(ge=0.0, le=2.0)]] = Field(
+        [0.0, 1.0], description="0 (greedy, through the engine) and more (through our own loop)."
+    )
+    batch_size: int = Field(16, ge=1, le=1024, description="Prompts that our own loop decodes together.")
     repeats: int = Field(3, ge=1, description="Paired speed measurements.")
-    speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement, decoded one at a time.")
+    speed_prompts: int = Field(5, ge=1, description="Prompts of one speed measurement (as many as the batch, where that is larger).")
     speed_tokens: int = Field(48, ge=8, description="Tokens decoded per prompt of a speed measurement.")
+    batch_sizes: list[Annotated[int, Field(ge=1, le=4096)]] = Field([1, 8], description="Prompts timed together, up to engine.max_num_seqs; 1 decides.")
     ngram_min: int = Field(1, ge=1, description="Shortest n-gram of prompt lookup, the comparison.")
     ngram_max: int = Field(3, ge=1, description="Longest n-gram of prompt lookup.")
+    ship_gain: float = Field(0.4, ge=0.0, description="Verdict ship: at least so much faster than the verifier alone (0.4: 40 % more tokens/s).")
+    drop_gain: float = Field(0.2, ge=0.0, description="Verdict drop: less than so much faster than guarded prompt lookup.")
 
     @model_validator(mode="after")
-    def _ngrams_ascend(self) -> Evaluate:
+    def _what_decides_is_measured(self) -> Evaluate:
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) must not be above ngram_max ({self.ngram_max})")
+        for name, needed in (("temperatures", 0.0), ("batch_sizes", 1)):
+            if needed not in getattr(self, name):
+                raise ValueError(f"{name} ({getattr(self, name)}) must hold {needed:g}: what is registered and promoted is measured there")
         return self
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -48,3 +50,15 @@ def lay_over(base: dict[str, Any], over: dict[str, Any]) -> None:
             lay_over(base[key], value)
         else:
             base[key] = value
+
+
+def require_urls(values: Sequence[str]) -> None:
+    """Raises ValueError unless each is http(s)://<host>:<port> without a path."""
+    for url in values:
+        try:
+            parts = urlsplit(url)
+            fine = re.fullmatch(r"https?://[^/?#\s]+", url) is not None and parts.hostname is not None and parts.port != 0
+        except ValueError:  # a port that is no number or above 65535, a bracket that is not closed
+            fine = False
+        if not fine:
+            raise ValueError(f"{url!r} must be http(s)://<host>:<port> without a path")

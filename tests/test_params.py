@@ -125,6 +125,9 @@ REFUSED = [
         for section in ("train", "prepare", "prepare.regeneration")
     ),
     (with_value("prepare.evaluation_fraction", 0.95), "params.yaml: prepare: validation_fraction + evaluation_fraction must be below 1"),
+    (with_value("evaluate.temperatures", [1.0]), "params.yaml: evaluate: temperatures ([1.0]) must hold 0: what is registered and promoted is measured there"),
+    (with_value("evaluate.batch_sizes", [8]), "params.yaml: evaluate: batch_sizes ([8]) must hold 1: what is registered and promoted is measured there"),
+    (with_value("evaluate.draft_tokens", [0]), "params.yaml: evaluate.draft_tokens"),
     (with_value("evaluate.ngram_min", 99), "params.yaml: evaluate: ngram_min (99) must not be above ngram_max ("),
 ]
 

@@ -45,13 +45,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Acceptance length of the first minus that of the second, on the same prompts."""
+    """Acceptance length of the first minus that of the second, on the same prompts; `relative`: macro average of the first over that of the second, minus 1."""
 
     macro: Interval
     per_kind: dict[str, Interval]
+    relative: Interval
 
     def as_json(self) -> dict[str, Any]:
-        return {"macro": self.macro.as_json(), "per_kind": {kind: interval.as_json() for kind, interval in self.per_kind.items()}}
+        per_kind = {kind: interval.as_json() for kind, interval in self.per_kind.items()}
+        return {"macro": self.macro.as_json(), "per_kind": per_kind, "relative": self.relative.as_json()}
 
 
 def ratio(tokens: int, passes: int) -> float:
@@ -81,21 +83,20 @@ def acceptance_length(counts: Sequence[PromptCount]) -> dict[str, Any]:
 
 
 def _resampled(pairs: NDArray[np.int64], generator: np.random.Generator, resamples: int) -> NDArray[np.float64]:
-    """Difference of the two ratios in each resample of one kind's prompts.
+    """The two ratios in each resample of one kind's prompts.
 
     Args:
         pairs: `[N, 2, 2]` prompt, system, (tokens, passes).
     Returns:
-        `[resamples]`.
+        `[resamples, 2]`.
     """
     picks = generator.integers(0, len(pairs), size=(resamples, len(pairs)))
     # A resample as prompt weights: [resamples, N] @ [N, 4] needs no [resamples, N, 4] copy.
     weights = np.zeros((resamples, len(pairs)), dtype=np.int64)
     np.add.at(weights, (np.arange(resamples)[:, None], picks), 1)
     sums = (weights @ pairs.reshape(len(pairs), 4)).reshape(resamples, 2, 2)
-    ratios = np.where(sums[:, :, 1] > 0, sums[:, :, 0] / np.maximum(sums[:, :, 1], 1), 1.0)
-    difference: NDArray[np.float64] = ratios[:, 0] - ratios[:, 1]
-    return difference
+    ratios: NDArray[np.float64] = np.where(sums[:, :, 1] > 0, sums[:, :, 0] / np.maximum(sums[:, :, 1], 1), 1.0)
+    return ratios
 
 
 def paired_difference(
@@ -119,18 +120,31 @@ def paired_difference(
     tail = 100 * (1 - confidence) / 2
     per_kind: dict[str, Interval] = {}
     draws: list[NDArray[np.float64]] = []
+    values: list[tuple[float, float]] = []
     kinds: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(ours):
         kinds.setdefault(key[0], []).append(key)
     for kind, keys in kinds.items():
         pairs = np.array([[(c.tokens, c.passes) for c in (ours[key], theirs[key])] for key in keys], dtype=np.int64)
         totals = pairs.sum(axis=0)
-        estimate = ratio(int(totals[0, 0]), int(totals[0, 1])) - ratio(int(totals[1, 0]), int(totals[1, 1]))
+        values.append((ratio(int(totals[0, 0]), int(totals[0, 1])), ratio(int(totals[1, 0]), int(totals[1, 1]))))
         drawn = _resampled(pairs, generator, resamples)
         draws.append(drawn)
-        per_kind[kind] = _interval(estimate, drawn, tail)
-    macro = float(np.mean([interval.estimate for interval in per_kind.values()]))
-    return PairedDifference(_interval(macro, np.mean(draws, axis=0), tail), per_kind)
+        per_kind[kind] = _interval(values[-1][0] - values[-1][1], drawn[:, 0] - drawn[:, 1], tail)
+    first_macro, second_macro = np.mean(values, axis=0)
+    macros = np.mean(draws, axis=0)
+    difference = _interval(first_macro - second_macro, macros[:, 0] - macros[:, 1], tail)
+    return PairedDifference(difference, per_kind, _interval(first_macro / second_macro - 1.0, macros[:, 0] / macros[:, 1] - 1.0, tail))
+
+
+def macro_interval(counts: Sequence[PromptCount], *, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
+    """The macro-averaged acceptance length with the bootstrap interval over the prompts of each kind."""
+    generator = np.random.default_rng(seed)
+    draws = []
+    for members in by_kind(counts).values():
+        pairs = np.array([[(count.tokens, count.passes)] * 2 for count in members], dtype=np.int64)
+        draws.append(_resampled(pairs, generator, resamples)[:, 0])
+    return _interval(acceptance_length(counts)["macro"], np.mean(draws, axis=0), 100 * (1 - confidence) / 2)
 
 
 def _keyed(counts: Sequence[PromptCount]) -> Mapping[tuple[str, str], PromptCount]:

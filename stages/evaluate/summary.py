@@ -13,7 +13,7 @@ from typing import Any
 
 from stages.artifacts import read_json, read_manifest
 from stages.errors import DraftlineError
-from stages.evaluate.report import Row, length_rows, percent, table
+from stages.evaluate.tables import Row, percent, table
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.shapes import algorithm_of
 from stages.params import Params, read_params
@@ -73,6 +73,7 @@ def summary(outputs: Path, params: Params) -> str:
         ("drafter", drafter_line(read_json(checkpoint / "config.json"), manifest["files"])),
         *gate_facts(read_json(outputs / "gate" / "report.json")),
         ("registered", f"{version['name']} version {version['version']}"),
+        ("verdict", f"{evaluation['verdict']}: {evaluation['reason']}"),
         (
             "speed",
             f"{speed['drafted']['median']:.1f} against {speed['baseline']['median']:.1f} tokens/s, one prompt at a time: "
@@ -83,11 +84,19 @@ def summary(outputs: Path, params: Params) -> str:
     lines = ["", *(f"{name.ljust(width)}  {text}" for name, text in facts), ""]
     lines += ["Acceptance length, tokens per verifier pass (1 = no speculation), on held-out prompts", ""]
     # Counts and intervals stand in report.md.
-    lines += table(("kind", "prompts", "drafter", "prompt lookup"), [(row[0], row[1], row[3], row[4]) for row in length_rows(evaluation)])
+    lines += table(("kind", "prompts", "drafter", "guarded prompt lookup"), _lengths(evaluation))
     lines += ["", "Acceptance per position of the draft block", "", *table(*_positions(evaluation)), ""]
     plots = sorted((outputs / "evaluate" / "plots").glob("*.png"))
     lines += ["plots   " + "\n        ".join(str(path) for path in plots), f"report  {outputs / 'evaluate' / 'report.md'}", ""]
     return "\n".join(lines)
+
+
+def _lengths(evaluation: dict[str, Any]) -> list[Row]:
+    ours, theirs = evaluation["acceptance_length"], evaluation["prompt_lookup"]["guarded"]["acceptance_length"]
+    rows: list[Row] = [
+        (kind, str(entry["prompts"]), f"{entry['value']:.2f}", f"{theirs['per_kind'][kind]['value']:.2f}") for kind, entry in ours["per_kind"].items()
+    ]
+    return [*rows, ("macro average", "", f"{ours['macro']:.2f}", f"{theirs['macro']:.2f}")]
 
 
 def _positions(evaluation: dict[str, Any]) -> tuple[Row, list[Row]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.evaluate.statistics import PromptCount, acceptance_length, paired_difference
+from stages.evaluate.statistics import PromptCount, acceptance_length, macro_interval, paired_difference
 
 
 def counts(kind: str, pairs: list[tuple[int, int]]) -> list[PromptCount]:
@@ -50,6 +50,8 @@ def test_a_small_lead_is_found_although_prompts_differ_much_more() -> None:
     assert difference.macro.low < difference.macro.estimate < difference.macro.high
     assert difference.macro.estimate == pytest.approx(acceptance_length(ours)["macro"] - acceptance_length(theirs)["macro"])
     assert difference.per_kind["story"].low <= 0
+    assert difference.relative.estimate == pytest.approx(acceptance_length(ours)["macro"] / acceptance_length(theirs)["macro"] - 1)
+    assert 0 < difference.relative.low < difference.relative.estimate < difference.relative.high
     # Unpaired, the same lead would drown in the spread of the prompts.
     assert difference.macro.high - difference.macro.low < 0.15
 
@@ -64,6 +66,14 @@ def test_the_interval_holds_the_truth_as_often_as_it_claims() -> None:
         ).macro
         hits += lead.low <= 0.1 <= lead.high
     assert 0.85 <= hits / 120 <= 1.0
+
+
+def test_the_interval_of_one_drafter_holds_its_macro_average() -> None:
+    many = counts("code", [(20, 10), (30, 12), (18, 11)] * 6) + counts("fact", [(20, 15), (30, 22), (18, 11)] * 6)
+    interval = macro_interval(many)
+    assert interval.low < interval.estimate == acceptance_length(many)["macro"] < interval.high
+    alike = counts("code", [(20, 10)] * 5)
+    assert (macro_interval(alike).low, macro_interval(alike).high) == (2.0, 2.0)
 
 
 PAIRS = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 100)), min_size=1, max_size=8)
