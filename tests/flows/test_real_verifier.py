@@ -24,7 +24,7 @@ from tests.gate.pair import make_bigram_verifier
 from tests.paths import REPOSITORY
 from tests.pipeline.clone import Clone
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(3600)]
 
 NAME = "smollm2-135m"
 RETRAIN_SECONDS = 1500
