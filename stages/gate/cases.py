@@ -54,7 +54,7 @@ def long_prompt(samples: Sequence[TokenSample], max_tokens: int, max_model_len: 
     Args:
         samples: at least one; repeated if they are too few to fill the prompt.
     """
-    length = min(LONG_PROMPT, max_model_len - max_tokens)
+    length = max(1, min(LONG_PROMPT, max_model_len - max_tokens))
     last = min(samples, key=lambda sample: (len(sample.prompt_ids), sample.id))
     before: list[int] = []
     turns = last.turns

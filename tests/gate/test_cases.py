@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stages.dataset import TokenSample, choose_per_kind
 from stages.decoding.engine import Completion, Request, Round
+from stages.gate.__main__ import make_cases
 from stages.gate.cases import BLOCK_CASES, LIMITS, LONG_PROMPT, Case, block_cases, coverage, held_out, long_prompt, short_limits
 
 EOS = 2
@@ -44,6 +45,12 @@ def test_the_long_prompt_is_longer_than_a_thousand_tokens_and_ends_with_a_real_p
 def test_the_long_prompt_leaves_a_short_engine_room_for_the_answer() -> None:
     request = long_prompt([sample("a", prompt=40, answer=60)], 96, 256).request
     assert len(request.prompt_ids) + request.max_tokens == 256
+
+
+def test_a_block_fits_behind_every_case() -> None:
+    """Where none fits behind one sequence of a batch, vLLM drafts for none of it: the others' drafts would be called wrong."""
+    cases = make_cases([sample("a", prompt=40, answer=60)], Gate(max_tokens=96), 256, draft_tokens=7)
+    assert max(len(case.request.prompt_ids) + case.request.max_tokens for case in cases) + 7 + 1 <= 256
 
 
 def test_short_limits_hold_ends_that_no_block_boundary_explains() -> None:
