@@ -6,6 +6,7 @@ from stages.dataset import TokenSample, choose_per_kind
 from stages.decoding.engine import Completion, Request, Round
 from stages.gate.__main__ import make_cases
 from stages.gate.cases import BLOCK_CASES, LIMITS, LONG_PROMPT, Case, block_cases, coverage, held_out, long_prompt, short_limits
+from stages.params import Gate
 
 EOS = 2
 
