@@ -20,8 +20,9 @@ import psutil
 
 from flows.registry import Registry
 from flows.serving.reconcile import PlanBuilder
+from stages.servers import free_port
 from tests.flows.house import ENDED, processes_in
-from tests.flows.site import EXPERIMENT, NAME, Site, unused_port
+from tests.flows.site import EXPERIMENT, NAME, Site
 from tests.flows.tiny_plan import PATIENT_SECONDS
 from tests.paths import REPOSITORY
 
@@ -47,7 +48,7 @@ class StaffedSite(Site):
         shutil.copy(REPOSITORY / "infra" / "local" / "supervisord.conf", root / "infra" / "local")
         shutil.copy(REPOSITORY / "prefect.toml", root)
         shutil.copy(REPOSITORY / "tests" / "flows" / "prefect.yaml", root)
-        self._ports = {"mlflow": unused_port(), "prefect": unused_port()}
+        self._ports = {"mlflow": free_port(), "prefect": free_port()}
         self._environment = os.environ | {
             "DRAFTLINE_ROOT": str(root),
             "MLFLOW_PORT": str(self._ports["mlflow"]),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from flows.serving.reconcile import PlanBuilder
+from stages.servers import free_port
 from stages.serving.plan import build_plan
 from tests.flows.real_walk import RealWalk
-from tests.flows.site import unused_port
 from tests.flows.staffed import StaffedSite
 from tests.flows.walk import Walk
 from tests.gate.pair import make_bigram_verifier
@@ -42,7 +42,7 @@ def staffed(build: PlanBuilder | None, database: Path, monkeypatch: pytest.Monke
     # pytest's own folders have paths too long for sockets.
     with tempfile.TemporaryDirectory(prefix="dl-") as folder:
         monkeypatch.chdir(folder)
-        with StaffedSite(Path(folder).resolve(), database, unused_port(), build) as found:
+        with StaffedSite(Path(folder).resolve(), database, free_port(), build) as found:
             yield found
 
 
