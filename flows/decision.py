@@ -12,9 +12,10 @@ from stages.pairing.identity import VerifierIdentity, describe_differences, diff
 
 @dataclass(frozen=True)
 class Attempts:
-    """Retrain runs for one identity: those that have failed, and whether one is on its way."""
+    """Retrain runs for one identity: those that have failed, those that have completed, and whether one is on its way."""
 
     failed: int = 0
+    completed: int = 0
     running: bool = False
 
 
@@ -53,7 +54,10 @@ def decide(
         return Action("nothing", f"{changed}; a retrain run is on its way")
     if attempts.failed >= max_attempts:
         return Action("nothing", f"{changed}; {attempts.failed} retrain runs for it have failed, max_attempts = {max_attempts}")
-    return Action("retrain", changed, attempt=attempts.failed + 1)
+    if attempts.completed > max_attempts:
+        return Action("nothing", f"{changed}; {attempts.completed} retrain runs for it have completed and none of their drafters can be used")
+    # Runs that have completed count: their drafters were deleted since, or are damaged.
+    return Action("retrain", changed, attempt=attempts.failed + attempts.completed + 1)
 
 
 def what_changed(champion: DrafterVersion | None, before: VerifierIdentity | None, serving: VerifierVersion) -> str:

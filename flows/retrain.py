@@ -28,16 +28,17 @@ from flows.workspace import RECORDS, claimed, commit, ensure, push_data
 from stages.artifacts import read_json
 from stages.params import PARAMS_FILE, read_params
 
-RETRIES = {"verifier": 2, "register": 2}
+REGISTER = "register"
+RETRIES = {"verifier": 2, REGISTER: 2}
 """Stages that talk to servers; what the others fail at they would fail at again."""
 RETRY_SECONDS = 10
 HOUR = 3600.0
 
 
-def _stage(directory: str, name: str) -> bool:
+def _stage(directory: str, name: str, force: bool = False) -> bool:
     """One stage; whether its command ran."""
     logger = get_run_logger()
-    ran = run_stage(Path(directory), name, logger.info)
+    ran = run_stage(Path(directory), name, logger.info, force=force)
     if not ran:
         logger.info("nothing that stage %s depends on has changed", name)
     return ran
@@ -78,7 +79,8 @@ def retrain(
         ran = []
         for stage in stage_names(folder):
             run = task(name=stage, task_run_name=stage, retries=RETRIES.get(stage, 0), retry_delay_seconds=RETRY_SECONDS)(_stage)
-            if run(str(folder), stage):
+            # What was registered once, DVC knows without asking; the registry may have lost it since.
+            if run(str(folder), stage) or (stage == REGISTER and forgotten(known, name, folder) and run(str(folder), stage, force=True)):
                 ran.append(stage)
         version: dict[str, Any] = read_json(folder / "outputs" / "register" / "version.json")
         commit(folder, f"{version['name']} version {version['version']}", *RECORDS)
@@ -91,6 +93,12 @@ def retrain(
         except FlowError as error:
             logger.warning("%s; version %s is registered, its data is on this machine alone (dvc push in %s sends it)", error, version["version"], folder)
     return {"version": version, "ran": ran}
+
+
+def forgotten(known: Registry, name: str, folder: Path) -> bool:
+    """Whether the version that a workspace's results name is not in the registry (any more)."""
+    version = int(read_json(folder / "outputs" / "register" / "version.json")["version"])
+    return version not in [drafter.version for drafter in known.drafters(name)]
 
 
 def registered_source(known: Registry, name: str) -> BaseModel:

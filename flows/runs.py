@@ -77,7 +77,11 @@ def unready() -> str | None:
 def retrain_attempts(serving: VerifierVersion) -> Attempts:
     """The retrain runs that Prefect knows for this identity."""
     runs = _runs(_tags(RETRAIN, serving))
-    return Attempts(sum(run.state_type in FAILED for run in runs), any(run.state_type not in ENDED for run in runs))
+    return Attempts(
+        failed=sum(run.state_type in FAILED for run in runs),
+        completed=sum(run.state_type is StateType.COMPLETED for run in runs),
+        running=any(run.state_type not in ENDED for run in runs),
+    )
 
 
 def start_retrain(serving: VerifierVersion, attempt: int, reason: str) -> None:

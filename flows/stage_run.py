@@ -22,11 +22,12 @@ from stages.process import WATCH_STDIN
 KEEP_LINES = 40
 
 
-def run_stage(directory: Path, name: str, on_line: Callable[[str], object], variables: dict[str, str] | None = None) -> bool:
+def run_stage(directory: Path, name: str, on_line: Callable[[str], object], variables: dict[str, str] | None = None, force: bool = False) -> bool:
     """Run `dvc repro --single-item <name>` in `directory`.
 
     Args:
         on_line: called with each line of output as it comes.
+        force: run it though nothing that it depends on has changed.
     Returns:
         Whether the stage's command ran; False: nothing that it depends on has changed.
     Raises:
@@ -42,7 +43,7 @@ def run_stage(directory: Path, name: str, on_line: Callable[[str], object], vari
         **(variables or {}),
     }
     process = subprocess.Popen(
-        ["dvc", "--cd", str(directory), "repro", "--single-item", name],
+        ["dvc", "--cd", str(directory), "repro", "--single-item", *(["--force"] if force else []), name],
         cwd=directory,
         env=environment,
         stdin=subprocess.PIPE,

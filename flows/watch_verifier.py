@@ -58,7 +58,8 @@ def watch_verifier(verifier: str | None = None, max_attempts: int = 2) -> dict[s
 
     Args:
         verifier: short name; None: all.
-        max_attempts: retrain runs that may fail for one identity before no more are started.
+        max_attempts: retrain runs that may fail for one identity before no more are started, and those that may be made anew for a
+            drafter that was deleted or damaged.
     Returns:
         What was done for each, and why.
     """

@@ -20,11 +20,24 @@ OLD, NOW = "b" * 64, "a" * 64
         (None, [], Attempts(), ("retrain", None, 1)),
         ({"verifier": OLD}, [], Attempts(failed=1), ("retrain", None, 2)),
         ({"verifier": OLD}, [], Attempts(failed=2), ("nothing", None, None)),
+        ({"verifier": OLD}, [], Attempts(completed=1), ("retrain", None, 2)),
+        ({"verifier": OLD}, [], Attempts(completed=3), ("nothing", None, None)),
         ({"verifier": OLD}, [], Attempts(running=True), ("nothing", None, None)),
         ({"verifier": OLD}, [{"version": 7, "verifier": NOW}], Attempts(failed=2), ("promote", 7, None)),
         ({"verifier": OLD}, [{"version": 7, "verifier": NOW, "gate": "fail"}], Attempts(), ("retrain", None, 1)),
     ],
-    ids=["same", "changed", "none yet", "failed once", "failed too often", "on its way", "a rollback", "known but not gated"],
+    ids=[
+        "same",
+        "changed",
+        "none yet",
+        "failed once",
+        "failed too often",
+        "its drafter was deleted",
+        "deleted too often",
+        "on its way",
+        "a rollback",
+        "known but not gated",
+    ],
 )
 def test_the_table(champion: dict[str, Any] | None, others: list[dict[str, Any]], attempts: Attempts, expected: tuple[Any, ...]) -> None:
     now = drafter(version=3, **champion) if champion is not None else None

@@ -183,6 +183,23 @@ def test_cancelled_means_that_no_stage_lives(second: House) -> None:
     assert [process.cmdline() for process in processes_in(folder)] == []
 
 
+def test_deleted_drafters_are_registered_again(second: House) -> None:
+    """The schedule notices it; nothing is trained again, for all but the registration is still known."""
+    serving = second.registry.serving_verifier("tiny")
+    assert serving is not None
+    known = second.registry.drafters("tiny")
+    for drafter in known:
+        if drafter.verifier == serving.digest:
+            second.registry.client.delete_model_version("drafter.tiny", str(drafter.version))
+    before = len(second.flow_runs("retrain"))
+    second.do("prefect", "deployment", "run", "watch-verifier/default", "--watch")
+    run = second.until("a retrain run", lambda: second.flow_runs("retrain")[before:], 60)[0]
+    assert second.ended(run["id"], RETRAIN_SECONDS)["state_type"] == "COMPLETED", second.logs()
+    second.until("the champion", lambda: champion(second) == max(drafter.version for drafter in known) + 1, 120)
+    logs = " ".join(second.do("prefect", "flow-run", "logs", run["id"]).split())
+    assert "nothing that stage train depends on has changed" in logs
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
