@@ -25,6 +25,8 @@ from tests.paths import shared
 
 FILES = ("gsm8k", "math500", "mbpp", "humaneval", "mt-bench")
 KINDS = ("dspark", "dflash", "draft model", "prompt lookup", "guarded lookup")
+EACH = [pytest.param(name, marks=() if name == "dspark" else pytest.mark.benchmark) for name in KINDS]
+"""A minute each: the others are part of the benchmarks."""
 TOKENS = 48
 
 
@@ -102,7 +104,7 @@ def test_the_verifier_alone_is_what_transformers_generates(real: Real) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_conversation_of_ten_turns_is_identical(real: Real, name: str) -> None:
     """Each turn's answer is part of the next turn's prompt."""
     turns: list[dict[str, str]] = []
@@ -115,7 +117,7 @@ def test_a_conversation_of_ten_turns_is_identical(real: Real, name: str) -> None
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_prompt_of_3000_tokens_is_identical(real: Real, name: str) -> None:
     generator = random.Random(0)
     words = ["river", "house", "winter", "story", "number", "question", "engine", "morning", "window", "paper"]
