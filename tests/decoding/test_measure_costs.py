@@ -77,8 +77,8 @@ def test_a_table_of_two_engines(tiny_verifier: Path, tmp_path: Path) -> None:
     assert (table.requests, table.draft_tokens, table.context, table.dtype) == ([1, 3], [0, 2, 4], 16, "float32")
     assert table.machine == this_machine("vllm")
     seconds = {(entry.requests, entry.draft_tokens): entry.seconds for entry in table.cells}
-    # Drafting and verifying is more work than neither, by far.
-    assert all(seconds[batch, 4] > seconds[batch, None] for batch in (1, 3))
+    assert seconds.keys() == {(batch, drafts) for batch in (1, 3) for drafts in (None, 0, 2, 4)}
+    assert min(seconds.values()) > 0.0
     table.require(this_machine("vllm"), "a" * 64, "b" * 64, "float32")
 
 

@@ -266,7 +266,9 @@ def by_sorting(logits: Tensor, sampling: Sampling) -> Tensor:
     for row, scaled in enumerate(logits.double() / sampling.temperature):
         order = scaled.argsort(descending=True, stable=True)[: sampling.top_k or len(scaled)]
         p = scaled[order].softmax(0)
-        count = next((count for count in range(1, len(p) + 1) if float(p[:count].sum()) >= sampling.top_p), len(p))
+        # A sum that reaches 1 by rounding truncates nothing.
+        reaching = (count for count in range(1, len(p) + 1) if sampling.top_p < 1.0 and float(p[:count].sum()) >= sampling.top_p)
+        count = next(reaching, len(p))
         out[row, order[:count]] = p[:count] / p[:count].sum()
     return out
 
