@@ -66,7 +66,8 @@ def distribution(logits: Tensor, sampling: Sampling) -> Distribution:
         values, ids = scaled.topk(count, dim=-1)
         probabilities = torch.softmax(values, dim=-1) if total is None else torch.exp(values - total)
         before = probabilities.cumsum(dim=-1) - probabilities
-        inside = before < sampling.top_p
+        # A sum that reaches 1 by rounding truncates nothing.
+        inside = before < sampling.top_p if sampling.top_p < 1.0 else torch.ones_like(before, dtype=torch.bool)
         # The nucleus ends before the last candidate, or the candidates are all there is.
         if count == top_k or not bool(inside[:, -1].any()):
             break
