@@ -183,6 +183,7 @@ def test_cancelled_means_that_no_stage_lives(second: House) -> None:
     assert [process.cmdline() for process in processes_in(folder)] == []
 
 
+@pytest.mark.benchmark
 def test_deleted_drafters_are_registered_again(second: House) -> None:
     """The schedule notices it; nothing is trained again, for all but the registration is still known."""
     serving = second.registry.serving_verifier("tiny")
