@@ -49,7 +49,10 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                buffer = state["momentum_buffer"]
                 buffer.lerp_(parameter.grad, 1 - MOMENTUM)
                 update = orthogonalise(parameter.grad.lerp(buffer, MOMENTUM), self._dtype)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])

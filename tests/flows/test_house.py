@@ -14,12 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.flows.house import House, processes_in
-from tests.gate.pair import make_bigram_verifier
+from tests.gate.pair import make_chatting_verifier
 from tests.pipeline.clone import Clone
-from tests.tiny import MASK_TOKEN_ID
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -29,10 +27,7 @@ RESEEDED = {"verifier": "tiny", "overrides": {"train": {"seed": 9}}}
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    verifier = make_bigram_verifier(tmp_path_factory.mktemp("flows") / "verifier")
-    weights = load_file(verifier / "model.safetensors")
-    weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
-    save_file(weights, verifier / "model.safetensors", metadata={"format": "pt"})
+    verifier = make_chatting_verifier(tmp_path_factory.mktemp("flows") / "verifier")
     with House(Clone(tmp_path_factory.mktemp("house") / "repository", verifier), without="serve") as found:
         yield found
 

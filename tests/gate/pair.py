@@ -41,6 +41,15 @@ def make_bigram_verifier(directory: Path, strength: float = 0.015) -> Path:
     return directory
 
 
+def make_chatting_verifier(directory: Path) -> Path:
+    """A bigram verifier that never answers with the mask token, so that its own words can be trained on: its head's row for it is zero."""
+    path = make_bigram_verifier(directory) / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
 def write_drafter(checkpoint: Path, verifier: Path, identity: VerifierIdentity, block_size: int = 5) -> DrafterConfig:
     """A speculators checkpoint with lock and manifest, as convert writes it, whose Markov head holds the verifier's bigrams."""
     frozen = load_frozen(verifier, torch.float32)

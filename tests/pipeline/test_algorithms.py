@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from stages.artifacts import read_json, read_manifest
-from tests.gate.pair import make_bigram_verifier
+from stages.servers import free_port
+from tests.gate.pair import make_chatting_verifier
 from tests.pipeline.clone import SMALL, Clone
 from tests.tiny import MASK_TOKEN_ID
 
@@ -28,20 +27,8 @@ pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """With a tiny verifier that never answers with the mask token; prepared and extracted once for all algorithms."""
-    directory = make_bigram_verifier(tmp_path_factory.mktemp("algorithms") / "verifier")
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    clone = Clone(tmp_path_factory.mktemp("clone") / "repository", directory)
-    return clone
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Prepared and extracted once for all algorithms."""
+    return Clone(tmp_path_factory.mktemp("clone") / "repository", make_chatting_verifier(tmp_path_factory.mktemp("algorithms") / "verifier"))
 
 
 @pytest.mark.parametrize("algorithm", DRAFTERS)

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from stages.artifacts import read_json
 from stages.tracking import connect
-from tests.gate.pair import make_bigram_verifier
+from tests.gate.pair import make_chatting_verifier
 from tests.pipeline.clone import Clone, Reproduction
-from tests.tiny import MASK_TOKEN_ID
 
 STAGES = ["verifier", "inputs", "prepare", "extract", "train", "convert", "lock", "gate", "evaluate", "register", "deploy"]
 REPRODUCIBLE = (
@@ -36,12 +34,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny verifier that never answers with the mask token: its head's row for it is zero."""
-    directory = make_bigram_verifier(tmp_path_factory.mktemp("pipeline") / "verifier")
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"][MASK_TOKEN_ID] = 0.0
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return make_chatting_verifier(tmp_path_factory.mktemp("pipeline") / "verifier")
 
 
 class Whole(NamedTuple):

@@ -17,7 +17,7 @@ from stages.train.precision import product_dtype
 from tests.drafters.kinds import make_drafter
 from tests.train.material import LAYER_IDS, make_material
 from tests.train.test_loop import build as build_block
-from tests.train.test_loop import quiet, same, settings
+from tests.train.test_loop import quiet, same, settings, stop_at_call
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +55,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     curve = loop.train(whole, data, data, params, tmp_path / "whole", quiet)
 
     part, data = build(algorithm, tiny_verifier, 4, product_dtype(precision), reduced)
-    original = loop.objective
-    calls = 0
-
-    def stops(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 8:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    monkeypatch.setattr(loop, "objective", stops)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(part, data, data, params, tmp_path / "part", quiet)
-    monkeypatch.setattr(loop, "objective", original)
+    stop_at_call(8, monkeypatch, lambda: loop.train(part, data, data, params, tmp_path / "part", quiet))
     resumed, data = build(algorithm, tiny_verifier, 4, product_dtype(precision), reduced)
     rest = loop.train(resumed, data, data, params, tmp_path / "part", quiet)
     assert [p.step for p in rest] == list(range(5, 12))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def settings(**changes: Any) -> Train:
     )
 
 
+def stop_at_call(number: int, monkeypatch: pytest.MonkeyPatch, train: Callable[[], Any]) -> None:
+    """Have a training interrupted when it computes its loss for the `number`th time."""
+    original = loop.objective
+    calls = itertools.count(1)
+
+    def stops(*args: Any) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(loop, "objective", stops)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    monkeypatch.setattr(loop, "objective", original)
+
+
 def same(a: Drafter, b: Drafter) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
@@ -79,20 +96,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     curve = loop.train(whole, data, data, params, tmp_path / "whole", quiet)
 
     part, data = build(tiny_verifier, 5, product_dtype(precision), draft_vocab_size=300)
-    original = loop.objective
-    calls = 0
-
-    def stops(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 18:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    monkeypatch.setattr(loop, "objective", stops)
-    with pytest.raises(KeyboardInterrupt):
-        loop.train(part, data, data, params, tmp_path / "part", quiet)
-    monkeypatch.setattr(loop, "objective", original)
+    stop_at_call(18, monkeypatch, lambda: loop.train(part, data, data, params, tmp_path / "part", quiet))
     resumed, data = build(tiny_verifier, 5, product_dtype(precision), draft_vocab_size=300)
     rest = loop.train(resumed, data, data, params, tmp_path / "part", quiet)
     assert [p.step for p in rest] == list(range(15, 40))
