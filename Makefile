@@ -40,7 +40,7 @@ ifndef HF_HUB_OFFLINE
 export HF_HUB_OFFLINE := $(if $(shell grep -E '^ *source: *.?hf:' params.yaml),0,1)
 endif
 
-.PHONY: help setup demo serve up down test test-fast bench schema clean
+.PHONY: help setup demo serve up down test test-fast test-long bench schema clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -83,13 +83,16 @@ up: setup  ## Start MLflow, Prefect and a worker on 127.0.0.1, and deploy the fl
 down: setup  ## End what `make up` has started
 	@python -m flows.local down
 
-test: $(VENV)/.dev  ## Every check: style, types, all tests, the real engine's included
+test: $(VENV)/.dev  ## Every check of a change: style, types, tests, the real engine's included
 	ruff check .
 	mypy
-	pytest -m "not benchmark"
+	pytest -m "not benchmark and not long"
 
 test-fast: $(VENV)/.dev  ## The tests that start no engine
-	pytest -m "not benchmark and not integration"
+	pytest -m "not benchmark and not long and not integration"
+
+test-long: $(VENV)/.dev  ## What takes minutes each: long walks, the 135M verifier's whole way, the rest of the faults (hours)
+	pytest -m long --timeout=0
 
 bench: $(VENV)/.dev  ## The measurements behind the README's numbers (hours)
 	pytest -m benchmark --timeout=0 tests/benchmarks

@@ -45,7 +45,7 @@ class VerifierVersion:
 
 @dataclass(frozen=True)
 class DrafterVersion:
-    """A registered drafter: tags of `stages/register`, numbers parsed."""
+    """A registered drafter: tags of `stages/register`, numbers parsed. `costs`: what evaluate measured of its speed, JSON; "null": nothing."""
 
     name: str
     version: int
@@ -54,6 +54,7 @@ class DrafterVersion:
     gate: str
     acceptance_length: float
     aliases: tuple[str, ...]
+    costs: str = "null"
 
 
 class Registry:
@@ -207,6 +208,7 @@ def _drafter(version: ModelVersion, aliases: dict[str, int]) -> DrafterVersion |
             tags["gate"],
             float(tags["acceptance_length"]),
             tuple(sorted(alias for alias, of in aliases.items() if of == number)),
+            tags.get("costs", "null"),
         )
     except (KeyError, ValueError):
         return None

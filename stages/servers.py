@@ -23,6 +23,7 @@ from stages.errors import DraftlineError
 from stages.process import end_process_tree
 
 PR_SET_PDEATHSIG = 1
+MEMORY_NODES = Path("/sys/devices/system/node")
 GRACE_SECONDS = 10.0
 FAMILY_SECONDS = 3.0
 ERROR_LINE = re.compile(r"(?:^|\s|\))([A-Za-z_][\w.]*(?:Error|Exception)): (\S.*)")
@@ -38,8 +39,20 @@ def vllm_command(device: Device, model: Path) -> list[str]:
     """How vLLM's OpenAI server is started for `model`."""
     # The CPU wheel's `vllm` command looks for a distribution of that name and dies; its module takes the same arguments.
     if device == "cpu":
-        return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *_executor()]
     return ["vllm", "serve", str(model)]
+
+
+def _executor() -> list[str]:
+    """Where the model runs: in the engine's own process, unless there are memory nodes to be bound to.
+
+    vLLM's CPU build takes a process more for that, so that it can bind its threads to a node and keep a core for itself. On one node that is
+    one import of vLLM (a third of a small server's start), half a gigabyte, and one of two cores. (Measured on two: a token in 0.70 of the time.)
+    """
+    if len([*MEMORY_NODES.glob("node[0-9]*")]) > 1:
+        return []
+    # By its path: the name "uni" is read as "mp".
+    return ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
 
 
 def _die_with_starter() -> None:

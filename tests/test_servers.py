@@ -57,3 +57,13 @@ def test_what_a_killed_server_leaves_running_is_killed(tmp_path: Path, monkeypat
     servers.stop(process)
     psutil.wait_procs([helper], timeout=5)
     assert not helper.is_running()
+
+
+@pytest.mark.parametrize(("nodes", "bound"), [(0, False), (1, False), (2, True)])
+def test_only_memory_nodes_to_be_bound_to_are_worth_a_process(nodes: int, bound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node the model runs in the engine's own process, with every core."""
+    for number in range(nodes):
+        (tmp_path / f"node{number}").mkdir()
+    monkeypatch.setattr(servers, "MEMORY_NODES", tmp_path)
+    assert ("--distributed-executor-backend" not in servers.vllm_command("cpu", Path("model"))) is bound
+    assert servers.vllm_command("cuda", Path("model")) == ["vllm", "serve", "model"]

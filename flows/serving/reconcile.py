@@ -8,6 +8,7 @@ the engines that no record names, so the next run begins where this one was.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -29,19 +30,21 @@ from flows.serving.state import Refused, State, Target, all_states, read_state, 
 from flows.serving.supervisor import Supervisor
 from flows.workspace import WORKSPACES
 from stages.artifacts import read_json
+from stages.decoding.costs import COSTS, CostError, this_machine
 from stages.decoding.speculative import Device, installed_device
 from stages.errors import DraftlineError
 from stages.params import PARAMS_FILE, Params, read_params
 from stages.process import output_lock
 from stages.servers import free_port
 from stages.serving.plan import build_plan
+from stages.serving.speculation import Speculation, plan_speculation
 
 DRAIN_SECONDS = 600
 BUSY_SECONDS = 5.0
 KEPT_LOGS = 10
 """Logs of engines that have ended."""
 
-PlanBuilder = Callable[[Params, Device, Path, Path | None, dict[str, Any] | None], dict[str, Any]]
+PlanBuilder = Callable[[Params, Device, Path, Path | None, dict[str, Any] | None, list[list[int]] | None], dict[str, Any]]
 
 
 class PairDiffersError(FlowError):
@@ -86,7 +89,24 @@ class Reconciler:
             wanted = desired(self.registry, name)
             if wanted is None:
                 return "no version has the alias 'serving': left as it is"
+            speculation = self._speculation(name, wanted)
+            if speculation.alone:
+                wanted = replace(wanted, drafter=None, reason=speculation.note)
             return self._bring(name, wanted, renew)
+
+    def _speculation(self, name: str, wanted: Desired) -> Speculation:
+        """How much the champion drafts at each batch size. Costs of another machine say nothing here: then it is always the same."""
+        params = self._params(name)
+        if wanted.drafter is None or params.deploy.speculation == "fixed":
+            return Speculation(None)
+        champion = wanted.drafter
+        report = {"verifier": champion.verifier, "checkpoint": champion.content, COSTS: json.loads(champion.costs)}
+        label = f"{champion.name} version {champion.version}"
+        try:
+            return plan_speculation(report, this_machine("vllm"), params.engine.dtype, None, params.deploy.max_num_seqs, label)
+        except CostError as error:
+            self.say(f"{name}: always the same number of draft tokens: {error}")
+            return Speculation(None)
 
     def _bring(self, name: str, wanted: Desired, renew: bool) -> str:
         state = read_state(self.places, name)
@@ -189,6 +209,7 @@ class Reconciler:
         engine, port = new_name(name, target), free_port(self.engines.ports())
         params = params.model_copy(update={"deploy": params.deploy.model_copy(update={"host": HOST, "port": port})})
         config = read_json(drafter / "config.json") if drafter is not None else None
+        ranges = self._speculation(name, wanted).ranges if drafter is not None else None
         plan = {
             "name": engine,
             "model": name,
@@ -198,7 +219,7 @@ class Reconciler:
             "verifier": {"digest": target.digest, "version": target.verifier_version, "directory": str(verifier)},
             "drafter": {"content": target.content, "version": target.drafter_version, "directory": str(drafter)} if drafter is not None else None,
             "digests": str(self.places.digests),
-            **self.build(params, device, verifier, drafter, config),
+            **self.build(params, device, verifier, drafter, config, ranges),
         }
         try:
             self.engines.start(plan)

@@ -58,6 +58,7 @@ def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
         gate="pass",
         acceptance={**evaluation["acceptance_length"], "per_position": evaluation["per_position"]},
         data=digest_json(read_json(outputs / "prepare" / "manifest.json")["files"]),
+        costs=evaluation.get("costs"),
     )
 
 

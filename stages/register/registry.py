@@ -38,6 +38,7 @@ class Candidate:
         gate: the gate's verdict.
         acceptance: acceptance length (macro, per kind) and acceptance per position.
         data: digest of the prepared data.
+        costs: what the evaluation measured a round to take (`stages.decoding.costs`); None: nothing.
     """
 
     directory: Path
@@ -47,6 +48,7 @@ class Candidate:
     gate: str
     acceptance: Mapping[str, Any]
     data: str
+    costs: Mapping[str, Any] | None = None
 
     @property
     def content(self) -> str:
@@ -62,6 +64,7 @@ class Candidate:
             "acceptance_length": f"{self.acceptance['macro']:.4f}",
             "acceptance": canonical_json(dict(self.acceptance)),
             "data": self.data,
+            "costs": canonical_json(self.costs),
         }
 
 

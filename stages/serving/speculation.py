@@ -36,12 +36,12 @@ def _expected(choice: Choice) -> str:
     return f"{choice.rate:.1f} tokens/s expected, {choice.alone:.1f} alone, at {choice.requests} request{'s' if choice.requests > 1 else ''}"
 
 
-def plan_speculation(report: Mapping[str, Any], machine: Machine, dtype: str, draft_tokens: int, max_requests: int, where: str) -> Speculation:
+def plan_speculation(report: Mapping[str, Any], machine: Machine, dtype: str, draft_tokens: int | None, max_requests: int, where: str) -> Speculation:
     """Choose by what an evaluation measured.
 
     Args:
         report: evaluate's; without measured costs nothing is chosen. Its table must be of the verifier and checkpoint that the report is about.
-        machine, dtype: that will serve. draft_tokens: the drafter's own K. max_requests: served at a time.
+        machine, dtype: that will serve. draft_tokens: the drafter's own K; None: as many as were measured. max_requests: served at a time.
         where: the report's path, for messages.
     Raises:
         CostError: the table is damaged, or of another machine, verifier, drafter or dtype.
@@ -51,7 +51,7 @@ def plan_speculation(report: Mapping[str, Any], machine: Machine, dtype: str, dr
         return Speculation(None)
     table, acceptance = measured
     table.require(machine, report["verifier"], report["checkpoint"], dtype, where)
-    acceptance = {count: survival for count, survival in acceptance.items() if count <= draft_tokens}
+    acceptance = {count: survival for count, survival in acceptance.items() if draft_tokens is None or count <= draft_tokens}
     if not acceptance:
         return Speculation(None)
     choices = choose_draft_tokens(table, acceptance, max_requests)

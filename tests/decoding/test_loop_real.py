@@ -21,12 +21,13 @@ from stages.decoding.stopping import Prompt
 from stages.drafters.checkpoint import load_drafter
 from stages.pairing.frozen import load_frozen
 from tests.decoding.pairs import write_drafter
+from tests.marks import long_but
 from tests.paths import shared
 
 FILES = ("gsm8k", "math500", "mbpp", "humaneval", "mt-bench")
 KINDS = ("dspark", "dflash", "draft model", "prompt lookup", "guarded lookup")
-EACH = [pytest.param(name, marks=() if name == "dspark" else pytest.mark.benchmark) for name in KINDS]
-"""A minute each: the others are part of the benchmarks."""
+EACH = long_but(lambda name: name == "dspark", KINDS)
+"""A minute each."""
 TOKENS = 48
 
 
@@ -129,7 +130,7 @@ def test_a_prompt_of_3000_tokens_is_identical(real: Real, name: str) -> None:
     check(real, [prompt], expected, found)
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("file", FILES)
 def test_every_prompt_file_is_identical(real: Real, file: str, name: str) -> None:

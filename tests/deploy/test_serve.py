@@ -71,9 +71,24 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    """Whether that is what a process runs; one that has ended meanwhile runs nothing."""
+    try:
+        return module in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until_gone(processes: list[psutil.Process], seconds: float = 100.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if lives(process)] == []
 
 
 @pytest.mark.integration
@@ -110,7 +125,7 @@ class TestServing:
         process = serve()
         deadline = time.monotonic() + 200
         started: list[psutil.Process] = []
-        while not any("vllm.entrypoints.openai.api_server" in child.cmdline() for child in started):
+        while not any(runs(child, "vllm.entrypoints.openai.api_server") for child in started):
             assert time.monotonic() < deadline
             time.sleep(0.1)
             started = family(process)

@@ -22,7 +22,7 @@ from flows.registry import Registry
 from flows.serving.places import Places
 from flows.serving.reconcile import PlanBuilder, Reconciler
 from flows.serving.state import read_state
-from stages.artifacts import read_json, write_json, write_manifest
+from stages.artifacts import digest_json, read_json, write_json, write_manifest
 from stages.pairing.identity import VerifierIdentity, compute_identity
 from stages.register.registry import Candidate, register
 from tests.flows.tiny_plan import DRAIN_SECONDS, STARTUP_SECONDS, TINY_ENGINE, tiny_plan
@@ -31,6 +31,8 @@ from tests.paths import REPOSITORY
 
 NAME = "tiny"
 EXPERIMENT = "draftline"
+Costs = Callable[[str, str], dict[str, Any]]
+"""From the digests of a verifier and a drafter to what an evaluation measured of them."""
 
 
 def die(*_: object, **__: object) -> None:
@@ -150,8 +152,8 @@ class Site:
         self.registry.set_alias(f"verifier.{name}", "serving", version.version)
         return identity
 
-    def add_drafter(self, verifier: Path, gate: str = "pass", acceptance: float = 1.5, **behaviour: Any) -> int:
-        """Register a drafter of a verifier; no two have the same content."""
+    def add_drafter(self, verifier: Path, gate: str = "pass", acceptance: float = 1.5, costs: Costs | None = None, **behaviour: Any) -> int:
+        """Register a drafter of a verifier; no two have the same content. `costs`: of a verifier's and a drafter's digest."""
         self._checkpoints += 1
         identity = compute_identity(verifier)
         checkpoint = self.root / "outputs" / f"checkpoint-{self._checkpoints}"
@@ -159,7 +161,9 @@ class Site:
         write_json(checkpoint / "behaviour.json", {"number": self._checkpoints, **behaviour})
         files = write_manifest(checkpoint, identity.digest)["files"]
         lock = read_json(checkpoint / "verifier_lock.json")
-        candidate = Candidate(checkpoint, files, identity.digest, lock, gate, {"macro": acceptance, "per_kind": {}, "per_position": {}}, "0" * 64)
+        measured = costs(identity.digest, digest_json(files)) if costs is not None else None
+        lengths = {"macro": acceptance, "per_kind": {}, "per_position": {}}
+        candidate = Candidate(checkpoint, files, identity.digest, lock, gate, lengths, "0" * 64, measured)
         return int(register(self.uri, EXPERIMENT, f"drafter.{NAME}", candidate).version)
 
     def make_champion(self, version: int) -> None:

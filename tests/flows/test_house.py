@@ -17,6 +17,7 @@ import pytest
 
 from tests.flows.house import House, processes_in
 from tests.gate.pair import make_chatting_verifier
+from tests.marks import long_but
 from tests.pipeline.clone import Clone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -151,7 +152,10 @@ def test_a_person_can_be_asked_first(second: House) -> None:
         second.clone.set("promotion", approval="automatic")
 
 
-@pytest.mark.parametrize("boundary", ["prepare", "extract", "train", "convert", "lock", "gate", "evaluate", "register"])
+BOUNDARIES = ("prepare", "extract", "train", "convert", "lock", "gate", "evaluate", "register")
+
+
+@pytest.mark.parametrize("boundary", long_but(lambda stage: stage in ("prepare", "train", "register"), BOUNDARIES))
 def test_killed_at_a_boundary_no_stage_lives_on(second: House, boundary: str) -> None:
     """`kill -9` of the flow once a stage has ended; each run takes up what the one before has left, and `test_after_all_kills` looks at the result."""
     second.do("prefect", "deployment", "run", "retrain/default", "--params", json.dumps(RESEEDED))
@@ -178,7 +182,7 @@ def test_cancelled_means_that_no_stage_lives(second: House) -> None:
     assert [process.cmdline() for process in processes_in(folder)] == []
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_deleted_drafters_are_registered_again(second: House) -> None:
     """The schedule notices it; nothing is trained again, for all but the registration is still known."""
     serving = second.registry.serving_verifier("tiny")

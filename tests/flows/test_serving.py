@@ -22,12 +22,14 @@ from flows.serving.engines import REQUESTS, Engines
 from flows.serving.proxy import Proxy
 from flows.serving.state import all_states, read_state
 from stages.artifacts import digest_json, read_json, read_manifest
+from stages.decoding.costs import Machine, costs_section, this_machine
 from stages.errors import DraftlineError, PairError
 from stages.pairing.identity import compute_identity
 from stages.servers import get
 from stages.serving.plan import build_plan
 from stages.serving.server import acceptance
-from tests.flows.site import NAME, Site, die, reconcile_in_a_process
+from tests.decoding.tables import table
+from tests.flows.site import NAME, Costs, Site, die, reconcile_in_a_process
 from tests.gate.pair import make_bigram_verifier, write_drafter
 
 pytestmark = pytest.mark.timeout(120)
@@ -113,6 +115,45 @@ def test_from_the_verifier_alone_to_the_pair_and_back(site: Site, first: Path) -
     site.reconcile()
     assert site.who() == fingerprint(first, site)
     only_engine_is_the_live_one(site)
+
+
+def costs(machine: Machine, survival: list[float]) -> Costs:
+    def of(verifier: str, checkpoint: str) -> dict[str, Any]:
+        about = {"machine": machine, "verifier": verifier, "checkpoint": checkpoint, "dtype": "float32"}
+        return costs_section(table().model_copy(update=about), {4: survival})
+
+    return of
+
+
+def ranges(site: Site) -> Any:
+    """Draft tokens by batch size, of the engine that serves."""
+    argv = engine_plan(site)["argv"]
+    return json.loads(argv[argv.index("--speculative-config") + 1])["ranges"]
+
+
+def engine_plan(site: Site) -> dict[str, Any]:
+    state = read_state(site.places, NAME)
+    assert state is not None
+    return dict(read_json(site.reconciler.engines.plan(state.engine)))
+
+
+def test_a_champion_drafts_as_much_as_its_evaluation_found_to_pay(alone: Site, first: Path) -> None:
+    """Costs of another machine say nothing here; where speculation pays at no batch size the verifier is served alone."""
+    here = this_machine("vllm")
+    alone.new_champion(first, costs=costs(here, [0.7, 0.45, 0.3, 0.2]))
+    alone.reconcile()
+    assert ranges(alone)[0][2] == 4
+    assert ranges(alone)[-1][1:] == [8, 0]
+
+    version = alone.new_champion(first, costs=costs(here.model_copy(update={"cores": 999}), [0.01, 0.0, 0.0, 0.0]))
+    alone.reconcile()
+    assert alone.live() == (1, version)
+    assert ranges(alone) is None
+    assert any("measured on another machine: cores 999" in line for line in alone.said)
+
+    alone.new_champion(first, costs=costs(here, [0.01, 0.0, 0.0, 0.0]))
+    assert "it pays at no batch size" in alone.reconcile() + " ".join(alone.said)
+    assert alone.who() == fingerprint(first, alone)
 
 
 def test_a_champion_that_is_not_what_was_registered_is_not_served(pair: Site, first: Path) -> None:

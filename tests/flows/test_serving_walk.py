@@ -71,13 +71,13 @@ def test_a_short_walk(staffed: StaffedSite, verifiers: list[Path]) -> None:
     go(Walk(staffed, verifiers, seed(1)), 20)
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_a_long_walk(staffed: StaffedSite, verifiers: list[Path]) -> None:
-    """Most of an hour: pytest -s -m benchmark --timeout=0 tests/flows/test_serving_walk.py -k long; DRAFTLINE_SEED starts another one."""
+    """Most of an hour: pytest -s -m long --timeout=0 tests/flows/test_serving_walk.py -k long; DRAFTLINE_SEED starts another one."""
     go(Walk(staffed, verifiers, seed(2)), int(os.environ.get("DRAFTLINE_STEPS", "2000")))
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 @pytest.mark.parametrize("build", [build_plan], ids=["vLLM"])
 def test_a_walk_with_real_engines(staffed: StaffedSite, verifiers: list[Path]) -> None:
     go(RealWalk(staffed, verifiers, seed(3)), 20)

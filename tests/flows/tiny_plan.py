@@ -15,10 +15,12 @@ PATIENT_SECONDS = 60.0
 DRAIN_SECONDS = 15
 
 
-def tiny_plan(params: Params, device: str, verifier: Path, checkpoint: Path | None, config: dict[str, Any] | None) -> dict[str, Any]:
+def tiny_plan(
+    params: Params, device: str, verifier: Path, checkpoint: Path | None, config: dict[str, Any] | None, ranges: list[list[int]] | None
+) -> dict[str, Any]:
     """As `build_plan`, for the small process."""
     argv = ["python", str(TINY_ENGINE), "--model", str(verifier), "--name", params.verifier.name, "--port", str(params.deploy.port)]
     if checkpoint is not None:
         assert config is not None
-        argv += ["--speculative-config", json.dumps({"model": str(checkpoint)})]
+        argv += ["--speculative-config", json.dumps({"model": str(checkpoint), "ranges": ranges})]
     return {"served_by": "engine", "argv": argv, "env": {}, "notes": []}

@@ -22,7 +22,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": NO_HEADS | {"draft_tokens": 4, "ngram_min": 1, "ngram_max": 3},
 }
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

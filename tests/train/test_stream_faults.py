@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -40,6 +41,7 @@ from stages.hidden_states.receive import take
 from stages.hidden_states.stores import FileStore, StoreFullError
 from stages.servers import free_port
 from tests.extract.workspace import last_line
+from tests.marks import long_but
 from tests.tiny import make_verifier
 from tests.train.streaming import (
     BUDGET_BYTES,
@@ -268,7 +270,10 @@ def assert_stopped(workspace: Path, status: int, output: str, says: str) -> None
     assert f"the checkpoint of step {kept[-1]} is kept" in line
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.inflict.__name__}-{fault.transport}")
+KEPT = (master_killed, server_killed, engine_core_killed, store_full)
+
+
+@pytest.mark.parametrize("fault", long_but(lambda fault: fault.inflict in KEPT, FAULTS, [f"{fault.inflict.__name__}-{fault.transport}" for fault in FAULTS]))
 def test_a_fault_in_the_middle_of_a_training(fault: Fault, sites: Callable[[str], Site], tmp_path: Path, undisturbed: str) -> None:
     site = sites(fault.transport)
     workspace = site.workspace(tmp_path / "workspace")
@@ -289,8 +294,7 @@ def test_a_fault_in_the_middle_of_a_training(fault: Fault, sites: Callable[[str]
 WOUNDS: dict[str, int] = {"kill_reading": -signal.SIGKILL, "kill_acknowledging": -signal.SIGKILL, "flip": 0}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("wound", WOUNDS)
+@pytest.mark.parametrize(("wound", "transport"), long_but(lambda case: case[0] == "flip" or case[1] == "mooncake", product(WOUNDS, TRANSPORTS)))
 def test_a_trainer_that_dies_or_reads_other_bytes(wound: str, transport: str, sites: Callable[[str], Site], tmp_path: Path, undisturbed: str) -> None:
     """A torn sample is asked for again; what a killed trainer held is given back by the next one."""
     site = sites(transport)
@@ -331,7 +335,7 @@ class Elsewhere:
         return re.sub(rb'("hidden_states":\{"key":)"[^"]*"', rb'\1"../../../../../../etc/passwd"', answer)
 
 
-@pytest.mark.parametrize("last", [10, float("inf")], ids=["once", "from then on"])
+@pytest.mark.parametrize("last", long_but(lambda last: last > 10, [10, float("inf")], ["once", "from then on"]))
 def test_a_handle_that_points_outside_the_store_is_not_followed(last: float, sites: Callable[[str], Site], tmp_path: Path, undisturbed: str) -> None:
     site = sites("file")
     with Proxy(site.server.url) as proxy:
@@ -467,7 +471,7 @@ def contents(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", long_but(lambda transport: transport == "mooncake", TRANSPORTS))
 def test_a_producer_without_readers_pauses_at_its_budget(transport: str, sites: Callable[[str], Site], tmp_path: Path, undisturbed: str) -> None:
     """What nobody has read in time is removed when room is needed, and not before."""
     site = sites(transport)
@@ -494,7 +498,10 @@ def test_a_producer_without_readers_pauses_at_its_budget(transport: str, sites: 
     assert site.held() == []
 
 
-@pytest.mark.parametrize(("transport", "limits"), [("file", [200_000, 1 << 30, 1 << 30]), ("mooncake", [1 << 30, 1 << 30])])
+HYBRID = [("file", [200_000, 1 << 30, 1 << 30]), ("mooncake", [1 << 30, 1 << 30])]
+
+
+@pytest.mark.parametrize(("transport", "limits"), long_but(lambda case: case[0] == "file", HYBRID))
 def test_what_hybrid_keeps_is_not_streamed_again(transport: str, limits: list[int], sites: Callable[[str], Site], tmp_path: Path, undisturbed: str) -> None:
     site = sites(transport)
     workspace = site.workspace(tmp_path / "workspace", mode="hybrid", cache_bytes=limits[0])
@@ -522,7 +529,7 @@ OWN_SERVERS: list[tuple[str, list[tuple[str | None, str | None]]]] = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("transport", "kills"), OWN_SERVERS, ids=TRANSPORTS)
+@pytest.mark.parametrize(("transport", "kills"), long_but(lambda case: case[0] == "file", OWN_SERVERS, TRANSPORTS))
 def test_servers_that_training_starts_end_with_it(
     transport: str, kills: list[tuple[str | None, str | None]], template: Path, tmp_path: Path, undisturbed: str
 ) -> None:
