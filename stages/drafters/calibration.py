@@ -155,7 +155,8 @@ def report(logits: Tensor, survived: Tensor, scale: Scale | None, bins: int = BI
     """How right the survivals are at each position, from 1.
 
     Returns:
-        Per position: {"position", "blocks", "survived", "ece_before", "ece_after", "noise_floor": [low, mean, high], "reliability"};
+        Per position: {"position", "blocks", "survived", "ece_before", "ece_after", "noise_floor": [low, mean, high],
+        "reliability_before", "reliability_after"};
         before: as the head says it; after: with `scale` (None: the same). Positions of which nothing is known are left out.
     """
     before, after = prefix_survival(logits), prefix_survival(logits, scale)
@@ -174,7 +175,8 @@ def report(logits: Tensor, survived: Tensor, scale: Scale | None, bins: int = BI
                 "ece_before": errors[0],
                 "ece_after": errors[1],
                 "noise_floor": list(noise_floor(predicted, bins)),
-                "reliability": reliability(predicted, came_true, bins),
+                "reliability_before": reliability(said, came_true, bins),
+                "reliability_after": reliability(predicted, came_true, bins),
             }
         )
     return rows

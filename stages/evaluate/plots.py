@@ -202,8 +202,8 @@ def speed(report: Report) -> Figure:
 
 
 def calibration(report: Report) -> Figure:
-    """Left: error of the survival per position, before and after. Right: what was said against what came true, after, a line per position."""
-    figure, (left, right) = panels(2)
+    """Error of the survival per position, before and after; then, for both, what was said against what came true, a line per position."""
+    figure, (left, *others) = panels(3)
     colour = colours(report)
     for name, modes in report["calibration"].items():
         for style, (mode, found) in zip(STYLES, modes.items(), strict=False):
@@ -222,17 +222,18 @@ def calibration(report: Report) -> Figure:
     left.legend(frameon=False, fontsize=8)
     name, modes = next((name, modes) for name, modes in report["calibration"].items() if modes)
     mode, found = next(iter(modes.items()))
-    _reliability(right, found["held_out"])
-    right.set(xlabel="survival predicted", ylabel="survival seen", title=f"Reliability after calibration: {name}, {mode}", xlim=(0, 1), ylim=(0, 1))
+    for axis, when in zip(others, ("before", "after"), strict=True):
+        _reliability(axis, found["held_out"], when)
+        axis.set(xlabel="survival predicted", ylabel="survival seen", title=f"Reliability {when} calibration: {name}, {mode}", xlim=(0, 1), ylim=(0, 1))
     return figure
 
 
-def _reliability(axis: Axes, rows: list[dict[str, Any]]) -> None:
+def _reliability(axis: Axes, rows: list[dict[str, Any]], when: str) -> None:
     """Bins of every position, larger where they hold more, on the line of perfect calibration."""
     axis.plot((0, 1), (0, 1), color="black", linewidth=1)
     shades = plt.get_cmap("viridis")
     for place, row in enumerate(rows):
-        bins = row["reliability"]
+        bins = row[f"reliability_{when}"]
         total = max(1, sum(entry["count"] for entry in bins))
         sizes = [12 + 240 * entry["count"] / total for entry in bins]
         shade = shades(0.9 * place / max(1, len(rows) - 1))

@@ -80,7 +80,9 @@ def calibrated() -> dict[str, Any]:
     rows = []
     for position in range(1, DRAFT_TOKENS + 1):
         bins = [{"count": 100 // bin_, "predicted": 0.1 * bin_ - 0.05, "survived": 0.1 * bin_ - 0.05 + 0.01 * (-1) ** bin_} for bin_ in range(1, 11)]
-        rows.append({"position": position, "blocks": 900, "survived": 0.3, "ece_before": 0.08 / position, "ece_after": 0.01, "reliability": bins})
+        bold = [{**entry, "survived": entry["predicted"] ** 1.5} for entry in bins]
+        errors = {"ece_before": 0.08 / position, "ece_after": 0.01}
+        rows.append({"position": position, "blocks": 900, "survived": 0.3, **errors, "reliability_before": bold, "reliability_after": bins})
     return {"greedy": {"fitted_on": 1000, "held_out": rows}, "sampled": {"fitted_on": 1000, "held_out": rows}}
 
 

@@ -1,7 +1,8 @@
 """`dvc repro` over the whole graph, with a tiny verifier and the real engine: what re-runs, what does not, and what kills do.
 
 Two clones: one runs undisturbed, the other is killed at every stage boundary and inside extract and train; what both
-made must be the same bytes. The first then changes its verifier's quantization and is killed at the later boundaries.
+made must be the same bytes. The first then changes its verifier's quantization and is killed at the later boundaries. (What
+kills a run is `long`: tests/flows/test_house.py kills runs of the same graph, and changes the quantization, for every change.)
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class TestTheGraph:
         clone.set("deploy", max_num_seqs=8)
         assert clone.repro().ran == ["verifier", "inputs"], "DVC's cache has the plan of before"
 
+    @pytest.mark.long
     def test_another_quantization_is_another_verifier_also_when_killed_at_every_later_boundary(self, undisturbed: Whole) -> None:
         clone = undisturbed.clone
         clone.set("verifier", quantization="w8a8")
@@ -103,6 +105,7 @@ class TestTheGraph:
         assert first[0] != second[0]
         assert read_json(clone.root / "outputs" / "register" / "version.json")["version"] == 2
 
+    @pytest.mark.long
     def test_changed_back_it_trains_nothing(self, undisturbed: Whole, verifier: Path) -> None:
         clone = undisturbed.clone
         clone.set("verifier", quantization="as-is")
@@ -125,6 +128,7 @@ class TestTheGraph:
         assert sorted(clone.repro("train").ran) == ["inputs", "verifier"], "DVC's cache has what the dump gave"
 
 
+@pytest.mark.long
 def test_kills_at_every_boundary_and_inside_extract_and_train_change_no_byte(undisturbed: Whole, verifier: Path, tmp_path: Path) -> None:
     assert undisturbed.run.status == 0
     clone = Clone(tmp_path / "repository", verifier)
