@@ -31,10 +31,23 @@ from stages.process import OUTPUTS, stage_main
 
 
 def make_cases(samples: list[TokenSample], settings: Gate, max_model_len: int, draft_tokens: int) -> list[Case]:
-    """All prompts that do not depend on what the drafter does."""
+    """All prompts that do not depend on what the drafter does.
+
+    Raises:
+        DraftlineError: none of the samples leaves room for its answer and two blocks.
+    """
+    # Behind a sequence lies the block that is being verified, and behind that the next one. Where that does not fit, the engine drafts for
+    # none of the batch, keeps no context of what the others commit meanwhile, and drafts for them with a gap from then on.
+    longest = max_model_len - 2 * draft_tokens
+    fitting = [sample for sample in samples if len(sample.prompt_ids) + settings.max_tokens <= longest]
+    if not fitting:
+        shortest = min(len(sample.prompt_ids) for sample in samples)
+        raise DraftlineError(
+            f"params.yaml: engine.max_model_len = {max_model_len}: the shortest held-out prompt ({shortest} tokens), gate.max_tokens "
+            f"({settings.max_tokens}) and two blocks of {draft_tokens} drafts need {shortest + settings.max_tokens + 2 * draft_tokens}"
+        )
+    samples = fitting
     cases = held_out(choose_per_kind(samples, settings.prompts_per_kind), samples, settings.max_tokens)
-    # Once a block does not fit behind one sequence, the engine drafts for none of the batch, and what it then verifies are not drafts.
-    longest = max_model_len - draft_tokens - 1
     return [*cases, long_prompt(samples, settings.max_tokens, longest), *short_limits(cases)]
 
 

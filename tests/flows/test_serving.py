@@ -447,6 +447,7 @@ def test_each_verifier_has_its_port_and_one_that_fails_leaves_the_other(pair: Si
     assert len(pair.engine_processes()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("build", [build_plan], ids=["vLLM"])

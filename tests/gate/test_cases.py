@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stages.dataset import TokenSample, choose_per_kind
 from stages.decoding.engine import Completion, Request, Round
+from stages.errors import DraftlineError
 from stages.gate.__main__ import make_cases
 from stages.gate.cases import BLOCK_CASES, LIMITS, LONG_PROMPT, Case, block_cases, coverage, held_out, long_prompt, short_limits
 from stages.params import Gate
@@ -48,10 +51,15 @@ def test_the_long_prompt_leaves_a_short_engine_room_for_the_answer() -> None:
     assert len(request.prompt_ids) + request.max_tokens == 256
 
 
-def test_a_block_fits_behind_every_case() -> None:
-    """Where none fits behind one sequence of a batch, vLLM drafts for none of it: the others' drafts would be called wrong."""
-    cases = make_cases([sample("a", prompt=40, answer=60)], Gate(max_tokens=96), 256, draft_tokens=7)
-    assert max(len(case.request.prompt_ids) + case.request.max_tokens for case in cases) + 7 + 1 <= 256
+def test_two_blocks_fit_behind_every_case() -> None:
+    """Where the next one does not fit behind one sequence of a batch, vLLM drafts for none of it: the others' drafts would be called wrong."""
+    samples = [sample("a", prompt=40, answer=60), sample("near the end", prompt=150)]
+    cases = make_cases(samples, Gate(max_tokens=96), 256, draft_tokens=7)
+    # In the last pass of a sequence all but one of its tokens are committed; K drafts are verified, the next pass asks for K + 1 slots.
+    assert max(len(case.request.prompt_ids) + case.request.max_tokens - 1 for case in cases) + 7 + 7 + 1 <= 256
+    assert not any(case.request.id.startswith("near the end") for case in cases)
+    with pytest.raises(DraftlineError, match=r"engine\.max_model_len = 128: .*\(40 tokens\).* need 150$"):
+        make_cases(samples, Gate(max_tokens=96), 128, draft_tokens=7)
 
 
 def test_short_limits_hold_ends_that_no_block_boundary_explains() -> None:

@@ -38,6 +38,7 @@ def answers(node: Node, url: str) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.long
 def test_training_on_another_node_ends_in_the_same_weights(nodes: tuple[Node, Node], tiny_verifier: Path, tmp_path: Path) -> None:
     """No shared file system: each node sees its own folders and its own shared memory, and the other only over a veth pair."""
     producer, trainer = nodes

@@ -372,6 +372,7 @@ def broken_site(broken_template: Path, spool: Path, tmp_path_factory: pytest.Tem
         yield site
 
 
+@pytest.mark.long
 def test_a_sample_that_is_not_finite_is_left_out_alone(broken_template: Path, broken_site: Site, tmp_path: Path) -> None:
     """As offline, where it is rejected: the samples after it are none the worse."""
     workspace = broken_site.workspace(tmp_path / "workspace")
@@ -385,6 +386,7 @@ def test_a_sample_that_is_not_finite_is_left_out_alone(broken_template: Path, br
     assert broken_site.held() == []
 
 
+@pytest.mark.long
 def test_a_server_of_another_verifier_in_the_middle_of_a_training(sites: Callable[[str], Site], broken_site: Site, tmp_path: Path, undisturbed: str) -> None:
     site = sites("file")
     expected, other = (read_json(each.server.folder / "outputs" / "extract" / "manifest.json")["verifier"] for each in (site, broken_site))
@@ -425,6 +427,7 @@ def test_a_server_with_prefix_caching_does_not_start(sites: Callable[[str], Site
     assert "prefix caching must be off (--no-enable-prefix-caching)" in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_two_trainings_share_a_master_and_a_server(sites: Callable[[str], Site], tmp_path: Path, undisturbed: str) -> None:
     site = sites("mooncake")
     workspaces = [site.workspace(tmp_path / name) for name in ("first", "second")]
