@@ -6,7 +6,7 @@
     python -m flows.verifiers list
 
 `add` brings the model here, takes its identity, registers a version of `verifier.<name>` for it unless there is one, moves the alias
-`serving` to it, and emits the event that `watch-verifier` waits for.
+`serving` to it, emits the event that `watch-verifier` waits for, and does at once what that will find to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.context import registry, repository, tracking_uri
-from flows.errors import FlowError
 from flows.parameters import Overrides, write_run_params
 from flows.registry import SERVING, VerifierVersion
 from flows.stage_run import run_stage
@@ -74,9 +73,16 @@ def announce(name: str, payload: dict[str, Any]) -> str | None:
 
 
 def _told(version: VerifierVersion) -> str | None:
+    """Tell Prefect, and start what follows; why nothing will come of it for now, if so."""
     try:
-        return announce(version.name, {"version": version.version})
-    except FlowError as error:
+        why = announce(version.name, {"version": version.version})
+        if why is None:
+            from flows.watch_verifier import look
+
+            # The event's own run would find the same, once its process has started: what is asked for twice is made once.
+            look(registry(), version.name)
+        return why
+    except DraftlineError as error:
         return str(error)
 
 

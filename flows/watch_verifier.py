@@ -2,11 +2,15 @@
 
     prefect deployment run 'watch-verifier/default' --watch
 
+(`python -m flows.verifiers add` looks itself as well: a run of this flow first has to start a process.)
+
 Whatever told it, it reads the registry anew and believes no payload. It may be told any number of times: a retrain run is made
 once per identity and attempt (Prefect's idempotency key), also across restarts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from prefect import flow, get_run_logger
 
@@ -17,9 +21,15 @@ from flows.registry import CHAMPION, DrafterVersion, Registry, VerifierVersion
 from flows.runs import retrain_attempts, start_promote, start_retrain
 from stages.errors import DraftlineError
 
+MAX_ATTEMPTS = 2
 
-def look(known: Registry, name: str, max_attempts: int) -> Action | None:
-    """Decide and act for one verifier; None where none is to be served."""
+
+def look(known: Registry, name: str, max_attempts: int = MAX_ATTEMPTS, warn: Callable[[str], object] = print) -> Action | None:
+    """Decide and act for one verifier; None where none is to be served. `warn` is told of drafters that cannot be promoted.
+
+    Raises:
+        DraftlineError: the registry or Prefect cannot be asked.
+    """
     serving = known.serving_verifier(name)
     if serving is None:
         return None
@@ -35,7 +45,7 @@ def look(known: Registry, name: str, max_attempts: int) -> Action | None:
         if (why := _unusable(known, drafter, serving)) is None:
             start_promote(serving, drafter, champion)
             return action
-        get_run_logger().warning("%s", why)
+        warn(why)
         drafters.remove(drafter)
     if action.kind == "retrain":
         assert action.attempt is not None
@@ -53,7 +63,7 @@ def _unusable(known: Registry, drafter: DrafterVersion, serving: VerifierVersion
 
 
 @flow(name="watch-verifier")
-def watch_verifier(verifier: str | None = None, max_attempts: int = 2) -> dict[str, str]:
+def watch_verifier(verifier: str | None = None, max_attempts: int = MAX_ATTEMPTS) -> dict[str, str]:
     """Look at one verifier, or at all registered ones.
 
     Args:
@@ -68,7 +78,7 @@ def watch_verifier(verifier: str | None = None, max_attempts: int = 2) -> dict[s
     done, failed = {}, []
     for name in [verifier] if verifier is not None else list(known.verifiers()):
         try:
-            action = look(known, name, max_attempts)
+            action = look(known, name, max_attempts, logger.warning)
         except DraftlineError as error:
             # One that cannot be decided must not keep the others from being looked at.
             failed.append(f"{name}: {error}")

@@ -90,6 +90,15 @@ class House:
         body = {"flows": {"name": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
         return list(self.call("POST", "/flow_runs/filter", body))
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """All events of that name, the newest first; they reach the server a moment after they were sent."""
+
+        def look() -> list[dict[str, Any]]:
+            return list(self.call("POST", "/events/filter", {"filter": {"event": {"name": [name]}}})["events"])
+
+        found: list[dict[str, Any]] = self.until(f"event {name}", look, 60)
+        return found
+
     def artifacts(self) -> set[str]:
         found = self.call("POST", "/artifacts/filter", {})
         return {str(item["key"]) for item in found}

@@ -88,12 +88,8 @@ def test_a_failure_is_an_event_and_the_old_engine_serves(served: House) -> None:
     assert done.returncode != 0, done.stdout
     assert (state(served), ask(served)) == before
 
-    def failures() -> list[dict[str, Any]]:
-        body = {"filter": {"event": {"name": ["draftline.serving.failed"]}}}
-        return list(httpx.post(f"{served.api}/events/filter", json=body, timeout=30).raise_for_status().json()["events"])
-
-    found = served.until("the event", failures, 30)
-    assert "its files are not on this machine" in found[0]["payload"]["reason"]
+    (failed,) = served.events("draftline.serving.failed")
+    assert "its files are not on this machine" in failed["payload"]["reason"]
     served.registry.set_alias("verifier.tiny", "serving", 1)
 
 
