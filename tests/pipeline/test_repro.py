@@ -114,6 +114,7 @@ class TestTheGraph:
         assert read_json(clone.root / "outputs" / "register" / "version.json")["version"] == 1
         assert len(versions(clone)) == 2
 
+    @pytest.mark.long
     def test_params_alone_switch_between_dump_and_stream(self, undisturbed: Whole) -> None:
         """The graph keeps its shape: extraction leaves its plan, training streams by it, and the dump is still there for the way back."""
         clone = undisturbed.clone
