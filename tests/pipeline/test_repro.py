@@ -82,8 +82,8 @@ class TestTheGraph:
         clone = undisturbed.clone
         again = clone.repro()
         assert (again.status, again.ran) == (0, ["verifier", "inputs"]), "the verifier and the inputs are asked every time; nothing else"
-        # CPU seconds: what it takes on a machine with nothing else to do.
-        assert again.cpu_seconds < 5.0
+        # CPU seconds: what it takes on a machine with nothing else to do; three starts of Python are most of it.
+        assert again.cpu_seconds < 10.0
 
     def test_a_knob_re_runs_the_stages_that_list_it(self, undisturbed: Whole) -> None:
         clone = undisturbed.clone
