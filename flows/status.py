@@ -14,6 +14,7 @@ from flows.errors import FlowError
 from flows.promotion import ALIASES
 from flows.registry import CHAMPION, DrafterVersion, Registry
 from flows.runs import last_run, unready
+from flows.serving.pays import served_params, speculation
 from flows.serving.places import Places
 from flows.serving.state import read_state
 from stages.errors import DraftlineError
@@ -21,6 +22,7 @@ from stages.errors import DraftlineError
 
 def lines(known: Registry, name: str, asked: bool) -> Iterator[str]:
     """The state of one verifier, a line each; `asked`: whether Prefect can be."""
+    places = Places(repository())
     serving = known.serving_verifier(name)
     yield f"{name}"
     if serving is None:
@@ -30,9 +32,8 @@ def lines(known: Registry, name: str, asked: bool) -> Iterator[str]:
     found = {alias: known.drafter(name, alias) for alias in ALIASES}
     champion = found[CHAMPION]
     if serving is not None:
-        fits = champion is not None and champion.verifier == serving.digest
-        yield f"  to serve   {f'the pair of {_label(champion)} and this verifier' if fits else 'the verifier alone'}"
-    live = read_state(Places(repository()), name)
+        yield f"  to serve   {_to_serve(places, name, champion if champion is not None and champion.verifier == serving.digest else None)}"
+    live = read_state(places, name)
     yield f"  served     {f'{live.target}, on {live.host}:{live.port} by {live.engine}' if live is not None else '-'}"
     for alias, drafter in found.items():
         yield f"  {alias:<10} {_label(drafter)}"
@@ -42,6 +43,14 @@ def lines(known: Registry, name: str, asked: bool) -> Iterator[str]:
     if serving is not None and (champion is None or champion.verifier != serving.digest):
         before = known.verifier_of(name, champion.verifier) if champion is not None else None
         yield f"  stale      {what_changed(champion, before.identity if before is not None else None, serving)}"
+
+
+def _to_serve(places: Places, name: str, champion: DrafterVersion | None) -> str:
+    """What `serve` brings about, and why it leaves a champion out."""
+    if champion is None:
+        return "the verifier alone"
+    pays = speculation(served_params(places, name), champion)
+    return f"the verifier alone: {pays.note}" if pays.alone else f"the pair of {_label(champion)} and this verifier"
 
 
 def _label(drafter: DrafterVersion | None) -> str:

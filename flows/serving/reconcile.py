@@ -8,7 +8,6 @@ the engines that no record names, so the next run begins where this one was.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -24,20 +23,18 @@ from flows.serving import smoke
 from flows.serving.desired import Desired, desired, steps
 from flows.serving.engines import HOST, POLL_SECONDS, PREFIX, Engines, new_name, url
 from flows.serving.models import drafter_files, engine_bytes, require_memory, verifier_files
+from flows.serving.pays import served_params, speculation
 from flows.serving.places import Places
 from flows.serving.proxy import Proxy, haproxy
 from flows.serving.state import Refused, State, Target, all_states, read_state, remove_state, write_state
 from flows.serving.supervisor import Supervisor
-from flows.workspace import WORKSPACES
 from stages.artifacts import read_json
-from stages.decoding.costs import COSTS, CostError, this_machine
 from stages.decoding.speculative import Device, installed_device
 from stages.errors import DraftlineError
-from stages.params import PARAMS_FILE, Params, read_params
+from stages.params import Params
 from stages.process import output_lock
 from stages.servers import free_port
 from stages.serving.plan import build_plan
-from stages.serving.speculation import Speculation, plan_speculation
 
 DRAIN_SECONDS = 600
 BUSY_SECONDS = 5.0
@@ -89,24 +86,10 @@ class Reconciler:
             wanted = desired(self.registry, name)
             if wanted is None:
                 return "no version has the alias 'serving': left as it is"
-            speculation = self._speculation(name, wanted)
-            if speculation.alone:
-                wanted = replace(wanted, drafter=None, reason=speculation.note)
+            pays = speculation(served_params(self.places, name), wanted.drafter)
+            if pays.alone:
+                wanted = replace(wanted, drafter=None, reason=pays.note)
             return self._bring(name, wanted, renew)
-
-    def _speculation(self, name: str, wanted: Desired) -> Speculation:
-        """How much the champion drafts at each batch size. Costs of another machine say nothing here: then it is always the same."""
-        params = self._params(name)
-        if wanted.drafter is None or params.deploy.speculation == "fixed":
-            return Speculation(None)
-        champion = wanted.drafter
-        report = {"verifier": champion.verifier, "checkpoint": champion.content, COSTS: json.loads(champion.costs)}
-        label = f"{champion.name} version {champion.version}"
-        try:
-            return plan_speculation(report, this_machine("vllm"), params.engine.dtype, None, params.deploy.max_num_seqs, label)
-        except CostError as error:
-            self.say(f"{name}: always the same number of draft tokens: {error}")
-            return Speculation(None)
 
     def _bring(self, name: str, wanted: Desired, renew: bool) -> str:
         state = read_state(self.places, name)
@@ -136,23 +119,17 @@ class Reconciler:
         if state is not None and state.target != target:
             write_state(self.places, replace(state, target=target))
 
-    def _params(self, name: str) -> Params:
-        """How this verifier's engines are started: by its workspace's params, else by the repository's."""
-        workspace = self.places.root / WORKSPACES / name / PARAMS_FILE
-        params = read_params(workspace if workspace.is_file() else self.places.root / PARAMS_FILE)
-        return params.model_copy(update={"verifier": params.verifier.model_copy(update={"name": name})})
-
     def _startup(self, params: Params) -> float:
         return params.deploy.startup_seconds if self.startup_seconds is None else self.startup_seconds
 
     def _lives(self, state: State) -> bool:
-        return self.engines.lives(state.engine, state.engine_port, state.verifier, self._startup(self._params(state.verifier)))
+        return self.engines.lives(state.engine, state.engine_port, state.verifier, self._startup(served_params(self.places, state.verifier)))
 
     # One switch.
 
     def _switch(self, name: str, wanted: Desired, target: Target) -> None:
         """Serve `target` in the place of what is live. Raises DraftlineError: what was live still is."""
-        params = self._params(name)
+        params = served_params(self.places, name)
         before = read_state(self.places, name)
         host, port = self._front(params, before)
         expected: list[smoke.Answer] = []
@@ -199,7 +176,7 @@ class Reconciler:
     @contextmanager
     def _started(self, name: str, wanted: Desired, target: Target) -> Iterator[tuple[str, int]]:
         """A new healthy engine; it is ended again if the block, or its start, fails."""
-        params = self._params(name)
+        params = served_params(self.places, name)
         device = installed_device() if params.deploy.device == "auto" else params.deploy.device
         verifier = verifier_files(self.places, wanted.verifier)
         drafter = None
@@ -209,7 +186,9 @@ class Reconciler:
         engine, port = new_name(name, target), free_port(self.engines.ports())
         params = params.model_copy(update={"deploy": params.deploy.model_copy(update={"host": HOST, "port": port})})
         config = read_json(drafter / "config.json") if drafter is not None else None
-        ranges = self._speculation(name, wanted).ranges if drafter is not None else None
+        pays = speculation(params, wanted.drafter if drafter is not None else None)
+        if pays.note:
+            self.say(f"{name}: {pays.note}")
         plan = {
             "name": engine,
             "model": name,
@@ -219,7 +198,7 @@ class Reconciler:
             "verifier": {"digest": target.digest, "version": target.verifier_version, "directory": str(verifier)},
             "drafter": {"content": target.content, "version": target.drafter_version, "directory": str(drafter)} if drafter is not None else None,
             "digests": str(self.places.digests),
-            **self.build(params, device, verifier, drafter, config, ranges),
+            **self.build(params, device, verifier, drafter, config, pays.ranges),
         }
         try:
             self.engines.start(plan)

@@ -21,6 +21,7 @@ from flows.serving.engine import require_servable
 from flows.serving.engines import REQUESTS, Engines
 from flows.serving.proxy import Proxy
 from flows.serving.state import all_states, read_state
+from flows.status import lines
 from stages.artifacts import digest_json, read_json, read_manifest
 from stages.decoding.costs import Machine, costs_section, this_machine
 from stages.errors import DraftlineError, PairError
@@ -154,6 +155,7 @@ def test_a_champion_drafts_as_much_as_its_evaluation_found_to_pay(alone: Site, f
     alone.new_champion(first, costs=costs(here, [0.01, 0.0, 0.0, 0.0]))
     assert "it pays at no batch size" in alone.reconcile() + " ".join(alone.said)
     assert alone.who() == fingerprint(first, alone)
+    assert any(line.startswith("  to serve   the verifier alone: speculation is off") for line in lines(alone.registry, NAME, asked=False))
 
 
 def test_a_champion_that_is_not_what_was_registered_is_not_served(pair: Site, first: Path) -> None:
