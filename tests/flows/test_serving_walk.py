@@ -73,7 +73,7 @@ def test_a_short_walk(staffed: StaffedSite, verifiers: list[Path]) -> None:
 
 @pytest.mark.long
 def test_a_long_walk(staffed: StaffedSite, verifiers: list[Path]) -> None:
-    """Most of an hour: pytest -s -m long --timeout=0 tests/flows/test_serving_walk.py -k long; DRAFTLINE_SEED starts another one."""
+    """Most of an hour: pytest -s -m long --timeout=0 tests/flows/test_serving_walk.py -k a_long_walk; DRAFTLINE_SEED starts another one."""
     go(Walk(staffed, verifiers, seed(2)), int(os.environ.get("DRAFTLINE_STEPS", "2000")))
 
 
