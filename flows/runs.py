@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -50,7 +51,18 @@ def last_run(name: str) -> FlowRun | None:
     return next(iter(_runs([RETRAIN, f"verifier:{name}"])), None)
 
 
-def unready() -> str | None:
+@dataclass(frozen=True)
+class Unready:
+    """Why runs do not start. `lost`: one that is asked for now never will, whatever is mended."""
+
+    why: str
+    lost: bool
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def unready() -> Unready | None:
     """Why runs that are asked for would not start; None: a worker takes them. Prefect takes a run without a word that nothing will ever start.
 
     Raises:
@@ -62,15 +74,17 @@ def unready() -> str | None:
             try:
                 deployment = client.read_deployment_by_name(name)
             except ObjectNotFound:
-                return f"{name} is not deployed; deploy the flows (make up, or prefect deploy --all)"
+                return Unready(f"{name} is not deployed; deploy the flows (make up, or prefect deploy --all)", lost=True)
             if deployment.work_pool_name is None:
-                return f"the work pool of {name} was deleted: its runs stay scheduled; deploy the flows anew (make up, or prefect deploy --all)"
+                return Unready(
+                    f"the work pool of {name} was deleted: its runs stay scheduled; deploy the flows anew (make up, or prefect deploy --all)", lost=True
+                )
             pools.add(deployment.work_pool_name)
         for pool in sorted(pools):
             status = client.read_work_pool(pool).status
             if status is not WorkPoolStatus.READY:
                 why = "is paused" if status is WorkPoolStatus.PAUSED else "has no worker"
-                return f"work pool {pool} {why}: runs stay scheduled until one takes them (make up, or prefect worker start --pool {pool})"
+                return Unready(f"work pool {pool} {why}: runs stay scheduled until one takes them (make up, or prefect worker start --pool {pool})", lost=False)
     return None
 
 

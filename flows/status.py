@@ -70,7 +70,8 @@ def _last_run(name: str) -> str:
 def _prefect() -> tuple[bool, str | None]:
     """Whether Prefect answers, and why flows do not run, if so."""
     try:
-        return True, unready()
+        found = unready()
+        return True, str(found) if found is not None else None
     except FlowError as error:
         return False, str(error)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows.context import registry, repository, tracking_uri
 from flows.parameters import Overrides, write_run_params
@@ -24,6 +24,9 @@ from flows.workspace import claimed, ensure
 from stages.errors import DraftlineError
 from stages.pairing.identity import IDENTITY_FILE, read_identity
 from stages.params import PARAMS_FILE, read_params
+
+if TYPE_CHECKING:
+    from flows.runs import Unready
 
 REGISTERED = "draftline.verifier.registered"
 SUFFIX = ".identity"
@@ -57,7 +60,7 @@ def _absolute(root: Path, source: str) -> str:
     return source if ":" in source else str((root / source).absolute())
 
 
-def announce(name: str, payload: dict[str, Any]) -> str | None:
+def announce(name: str, payload: dict[str, Any]) -> Unready | None:
     """Tell Prefect that there is something new about a verifier; why nothing will come of it for now, if so.
 
     Raises:
@@ -76,12 +79,12 @@ def _told(version: VerifierVersion) -> str | None:
     """Tell Prefect, and start what follows; why nothing will come of it for now, if so."""
     try:
         why = announce(version.name, {"version": version.version})
-        if why is None:
+        if why is None or not why.lost:
             from flows.watch_verifier import look
 
             # The event's own run would find the same, once its process has started: what is asked for twice is made once.
             look(registry(), version.name)
-        return why
+        return str(why) if why is not None else None
     except DraftlineError as error:
         return str(error)
 
