@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,15 +62,17 @@ class Unready:
         return self.why
 
 
-def unready() -> Unready | None:
+def unready(deployed: Sequence[str] = DEPLOYED) -> Unready | None:
     """Why runs that are asked for would not start; None: a worker takes them. Prefect takes a run without a word that nothing will ever start.
 
+    Args:
+        deployed: the deployments that are looked at.
     Raises:
         FlowError: Prefect does not answer.
     """
     pools = set()
     with _prefect() as client:
-        for name in DEPLOYED:
+        for name in deployed:
             try:
                 deployment = client.read_deployment_by_name(name)
             except ObjectNotFound:

@@ -79,9 +79,11 @@ def _told(version: VerifierVersion) -> str | None:
     """Tell Prefect, and start what follows; why nothing will come of it for now, if so."""
     try:
         why = announce(version.name, {"version": version.version})
-        if why is None or not why.lost:
-            from flows.watch_verifier import look
+        from flows.runs import PROMOTE, RETRAIN, unready
+        from flows.watch_verifier import look
 
+        asked = unready((RETRAIN, PROMOTE))
+        if asked is None or not asked.lost:
             # The event's own run would find the same, once its process has started: what is asked for twice is made once.
             look(registry(), version.name)
         return str(why) if why is not None else None
