@@ -88,7 +88,7 @@ def test_a_failure_is_an_event_and_the_old_engine_serves(served: House) -> None:
     assert done.returncode != 0, done.stdout
     assert (state(served), ask(served)) == before
 
-    (failed,) = served.events("draftline.serving.failed")
+    failed = served.events("draftline.serving.failed")[0]
     assert "its files are not on this machine" in failed["payload"]["reason"]
     served.registry.set_alias("verifier.tiny", "serving", 1)
 
