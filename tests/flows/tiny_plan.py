@@ -9,7 +9,7 @@ from typing import Any
 from stages.params import Params
 
 TINY_ENGINE = Path(__file__).resolve().with_name("tiny_engine.py")
-STARTUP_SECONDS = 5.0
+STARTUP_SECONDS = 12.0
 PATIENT_SECONDS = 60.0
 """Where every new engine either comes up or ends, and the machine does something else too."""
 DRAIN_SECONDS = 15
