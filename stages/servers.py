@@ -47,7 +47,7 @@ def _executor() -> list[str]:
     """Where the model runs: in the engine's own process, unless there are memory nodes to be bound to.
 
     vLLM's CPU build takes a process more for that, so that it can bind its threads to a node and keep a core for itself. On one node that is
-    one import of vLLM (a third of a small server's start), half a gigabyte, and one of two cores. (Measured on two: a token in 0.70 of the time.)
+    one import of vLLM (a third of a small server's start) and one of two cores. (Measured on two: a token in 0.70 of the time.)
     """
     if len([*MEMORY_NODES.glob("node[0-9]*")]) > 1:
         return []

@@ -48,7 +48,7 @@ def champion(house: House) -> int | None:
 
 @pytest.fixture(scope="module")
 def first(house: House) -> House:
-    """The house once a first verifier has got its drafter, by its event alone."""
+    """The house once a first verifier has got its drafter, by its registration alone."""
     register(house)
     (run,) = house.flow_runs("retrain")
     (event,) = house.events("draftline.verifier.registered")

@@ -138,7 +138,7 @@ def test_the_proof_covers_what_it_must(proof: Proof) -> None:
         seen = report["coverage"][run_.dtype]
         assert set(seen["kinds"]) == set(KINDS)
         assert seen["multi_turn"] >= 1
-        # All that this engine takes, less a block behind the answer; the real one gets more than 1,000.
+        # All that this engine takes, less two blocks behind the answer; the real one gets more than 1,000.
         assert seen["longest_prompt"] == 256 - SETTINGS.max_tokens - 2 * report["draft_tokens"]
         assert seen["ends"]["stop_token"]["on_accepted_draft"] >= 1
         assert seen["ends"]["max_tokens"]["on_accepted_draft"] >= 1
