@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 20
+CPU_CHUNK = (256, 2048)
+"""Rows and columns of a tile on a CPU: rows enough for a product to run at the processor's speed, and a tile that stays in its cache over all passes."""
+DEVICE_CHUNK_ELEMENTS = 1 << 26
 MIN_CHUNK_ROWS = 32
 
 
@@ -41,14 +43,88 @@ class Targets:
     weights: Tensor
 
 
+def chunk_shape(vocabulary: int, device: torch.device) -> tuple[int, int]:
+    """Rows of a chunk, and columns of the tiles that it is worked in; an accelerator takes a row whole."""
+    if device.type == "cpu":
+        return CPU_CHUNK[0], min(CPU_CHUNK[1], vocabulary)
+    return max(MIN_CHUNK_ROWS, DEVICE_CHUNK_ELEMENTS // vocabulary), vocabulary
+
+
 def rows_per_chunk(vocabulary: int) -> int:
-    return max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // vocabulary)
+    """Rows whose logits over `vocabulary` are worth having at a time, outside the loss."""
+    return max(MIN_CHUNK_ROWS, (1 << 22) // vocabulary)
 
 
 def log_normalisers(states: Tensor, head: Tensor) -> Tensor:
-    """`[U]` fp32 log-sum-exp of `states @ head.T` (`[U, H]`, `[V, H]`), a chunk of rows at a time."""
-    chunks = torch.split(states, rows_per_chunk(len(head)))
-    return torch.cat([torch.logsumexp((chunk @ head.T).float(), dim=-1) for chunk in chunks])
+    """`[U]` fp32 log-sum-exp of `states @ head.T` (`[U, H]`, `[V, H]`), tile by tile."""
+    rows, columns = chunk_shape(len(head), head.device)
+    return torch.cat([torch.logsumexp(torch.stack([torch.logsumexp((x @ tile.T).float(), dim=-1) for tile in torch.split(head, columns)]), dim=0) for x in torch.split(states, rows)])
+
+
+class _Tiles:
+    """A chunk's numbers over the vocabulary, a tile of columns after the other; the buffer serves all chunks of a step."""
+
+    def __init__(self, rows: int, vocabulary: int, columns: int, like: Tensor) -> None:
+        self.bounds = [(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns)]
+        self._store = like.new_empty(len(self.bounds), rows, columns)
+        self._columns = columns
+
+    def tile(self, index: int, rows: int) -> Tensor:
+        """`[rows, width]` of tile `index`."""
+        start, end = self.bounds[index]
+        return self._store[index, :rows, : end - start]
+
+    def pick(self, columns: Tensor) -> Tensor:
+        """`[N]` one column of each of the first N rows."""
+        rows = torch.arange(len(columns), device=columns.device)
+        return self._store[columns // self._columns, rows, columns % self._columns]
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, added up in out's dtype."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
+
+
+def _logits(out: Tensor, x: Tensor, head: Tensor, f: Tensor | None, w2: Tensor | None) -> None:
+    """out = x·headᵀ + f·w2ᵀ."""
+    if x.dtype != out.dtype:
+        # One product and not two: each is rounded to its narrow dtype.
+        if f is not None and w2 is not None:
+            x, head = torch.cat([x, f], dim=1), torch.cat([head, w2], dim=1)
+        out.copy_(x @ head.T)
+        return
+    torch.mm(x, head.T, out=out)
+    if f is not None and w2 is not None:
+        out.addmm_(f, w2.T)
+
+
+def _exponentials(tiles: _Tiles, x: Tensor, head: Tensor, f: Tensor | None, w2: Tensor | None) -> Tensor:
+    """Fill `tiles` with exp(z − the tile's own largest z) of z = x·headᵀ + f·w2ᵀ.
+
+    Returns:
+        `[tiles, N, 1]`: what makes softmax(z) of each tile.
+    """
+    largest, sums = [], []
+    for index, (start, end) in enumerate(tiles.bounds):
+        z = tiles.tile(index, len(x))
+        _logits(z, x, head[start:end], f, None if w2 is None else w2[start:end])
+        largest.append(z.amax(dim=-1, keepdim=True))
+        z.sub_(largest[-1]).exp_()
+        sums.append(z.sum(dim=-1, keepdim=True))
+    shift = torch.stack(largest)
+    log_normaliser = torch.logsumexp(shift + torch.stack(sums).log_(), dim=0)
+    return shift.sub_(log_normaliser).exp_()
+
+
+def _probabilities(tiles: _Tiles, x: Tensor, head: Tensor, log_normaliser: Tensor) -> None:
+    """Fill `tiles` with exp(x·headᵀ − log_normaliser)."""
+    for index, (start, end) in enumerate(tiles.bounds):
+        z = tiles.tile(index, len(x))
+        _logits(z, x, head[start:end], None, None)
+        z.sub_(log_normaliser[:, None]).exp_()
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -59,66 +135,84 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float, backward: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = hidden.dtype
-        inputs, output = hidden, head.to(dtype)
-        if features is not None and w2 is not None:
-            # One product for backbone logits and Markov bias: [h; f] · [head, W2]ᵀ.
-            inputs, output = torch.cat([hidden, features.to(dtype)], dim=1), torch.cat([output, w2.to(dtype)], dim=1)
-        width = head.shape[1]
-        verifier_head = output[:, :width]
+        head = head.to(dtype)
+        f_all = None if features is None else features.to(dtype)
+        w2_cast = None if w2 is None else w2.to(dtype)
+        # Slots of the same position one after another: a chunk then needs few rows of the verifier.
         order = torch.argsort(targets.rows, stable=True)
         n = len(order)
         losses = hidden.new_zeros(n, dtype=torch.float32 if dtype != torch.float64 else dtype)
         l1 = torch.zeros_like(losses)
-        grad_inputs = torch.zeros_like(inputs) if backward else None
-        grad_w2 = torch.zeros(w2.shape, dtype=losses.dtype, device=hidden.device) if backward and w2 is not None else None
-        for chunk in torch.split(order, rows_per_chunk(len(head))):
-            x = inputs[chunk]
-            q = torch.softmax((x @ output.T).to(losses.dtype), dim=-1)
+        grad_hidden = torch.zeros_like(hidden) if backward else None
+        grad_features = torch.zeros_like(f_all) if backward and f_all is not None else None
+        grad_w2 = losses.new_zeros(w2.shape) if backward and w2 is not None else None
+        most, columns = chunk_shape(len(head), hidden.device)
+        draft, verifier = (_Tiles(min(most, n), len(head), columns, losses) for _ in range(2))
+        scratch = losses.new_empty(min(most, n), columns)
+        for chunk in torch.split(order, most):
+            x, f = hidden[chunk], None if f_all is None else f_all[chunk]
             rows, inverse = torch.unique_consecutive(targets.rows[chunk], return_inverse=True)
-            p = (targets.states[rows].to(dtype) @ verifier_head.T).to(losses.dtype)
+            states = targets.states[rows].to(dtype)
+            scale = _exponentials(draft, x, head, f, w2_cast)
+            verifier_scale = None
             if targets.log_normaliser is None:
-                p = torch.softmax(p, dim=-1)
+                verifier_scale = _exponentials(verifier, states, head, None, None)
             else:
-                p.sub_(targets.log_normaliser[rows].to(p.dtype)[:, None]).exp_()
-            outside = (1.0 - p.sum(dim=-1)).clamp_(min=0.0)
+                _probabilities(verifier, states, head, targets.log_normaliser[rows].to(losses.dtype))
+            inside = losses.new_zeros(len(rows))
+            distance = losses.new_zeros(len(chunk))
+            mean_sign = losses.new_zeros(len(chunk))
+            for index, (start, end) in enumerate(draft.bounds):
+                q, p = draft.tile(index, len(chunk)).mul_(scale[index]), verifier.tile(index, len(rows))
+                if verifier_scale is not None:
+                    p.mul_(verifier_scale[index])
+                inside += p.sum(dim=-1)
+                difference = scratch[: len(chunk), : end - start]
+                torch.sub(q, p[inverse], out=difference)
+                distance += torch.linalg.vector_norm(difference, 1, dim=-1)
+                # q ⊙ sign(q − p) in q's place: q is never negative, so both are still there.
+                torch.copysign(q, difference, out=q)
+                mean_sign += q.sum(dim=-1)
+            distance += (1.0 - inside).clamp_(min=0.0)[inverse]
             labels = targets.labels[chunk]
             known = labels >= 0
-            index = labels.clamp(min=0)[:, None]
-            label_q = q.gather(1, index)[:, 0]
-            label_ce = torch.where(known, -torch.log(label_q.clamp(min=torch.finfo(q.dtype).tiny)), 0.0)
-            difference = q - p[inverse]
-            chunk_l1 = difference.abs().sum(dim=-1) + outside[inverse]
-            l1[chunk] = chunk_l1
-            losses[chunk] = ce * label_ce + tv * chunk_l1
-            if grad_inputs is None:
+            label = labels.clamp(min=0)
+            label_ce = torch.where(known, -torch.log(draft.pick(label).abs_().clamp_(min=torch.finfo(losses.dtype).tiny)), 0.0)
+            l1[chunk] = distance
+            losses[chunk] = ce * label_ce + tv * distance
+            if grad_hidden is None:
                 continue
-            weights = targets.weights[chunk].to(q.dtype)
-            sign = difference.sign_()
-            mean_sign = (q * sign).sum(dim=-1, keepdim=True)
-            # w · [ce · (q − onehot) + tv · q ⊙ (s − ⟨q, s⟩)], written over `sign` to stay within the chunk's buffers.
-            scale_ce = (ce * known * weights)[:, None]
-            gradient = sign.sub_(mean_sign).mul_(tv * weights[:, None]).add_(scale_ce).mul_(q)
-            gradient.scatter_add_(1, index, -scale_ce)
-            gradient = gradient.to(dtype)
-            grad_inputs[chunk] = gradient @ output
-            if grad_w2 is not None:
-                grad_w2 += (gradient.T @ x[:, width:]).to(grad_w2.dtype)
-        ctx.width = width
-        ctx.has_features = features is not None
+            weights = targets.weights[chunk].to(losses.dtype)
+            # w · [ce · (q − onehot) + tv · q ⊙ (s − ⟨q, s⟩)], the onehot's part apart.
+            weight_ce = ce * known * weights
+            of_q, of_signed = (weight_ce - tv * weights * mean_sign)[:, None], (tv * weights)[:, None]
+            grad_x = losses.new_zeros(x.shape)
+            grad_f = None if f is None else losses.new_zeros(f.shape)
+            for index, (start, end) in enumerate(draft.bounds):
+                signed = draft.tile(index, len(chunk))
+                gradient = torch.abs(signed, out=scratch[: len(chunk), : end - start]).mul_(of_q).addcmul_(signed, of_signed).to(dtype)
+                _add_product(grad_x, gradient, head[start:end])
+                if grad_f is not None and w2_cast is not None and grad_w2 is not None and f is not None:
+                    _add_product(grad_f, gradient, w2_cast[start:end])
+                    _add_product(grad_w2[start:end], gradient.T, f)
+            grad_x -= weight_ce[:, None] * head[label]
+            grad_hidden[chunk] = grad_x.to(dtype)
+            if grad_f is not None and w2_cast is not None and grad_w2 is not None and f is not None and grad_features is not None:
+                grad_f -= weight_ce[:, None] * w2_cast[label]
+                grad_w2.index_add_(0, label, weight_ce[:, None] * f, alpha=-1)
+                grad_features[chunk] = grad_f.to(dtype)
         ctx.feature_dtype = None if features is None else features.dtype
         ctx.w2_dtype = None if w2 is None else w2.dtype
         if backward:
-            ctx.save_for_backward(grad_inputs, *([] if grad_w2 is None else [grad_w2]))
+            ctx.save_for_backward(*(gradient for gradient in (grad_hidden, grad_features, grad_w2) if gradient is not None))
         ctx.mark_non_differentiable(l1, losses)
         return (losses * targets.weights.to(losses.dtype)).sum(), l1, losses
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        grad_inputs, *rest = ctx.saved_tensors
-        grad_inputs = grad_inputs * upstream.to(grad_inputs.dtype)
-        grad_features = grad_inputs[:, ctx.width :].to(ctx.feature_dtype) if ctx.has_features else None
-        grad_w2 = (rest[0] * upstream).to(ctx.w2_dtype) if rest else None
-        return grad_inputs[:, : ctx.width], grad_features, grad_w2, None, None, None, None, None
+        grad_hidden, *markov = (gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        grad_features, grad_w2 = (markov[0].to(ctx.feature_dtype), markov[1].to(ctx.w2_dtype)) if markov else (None, None)
+        return grad_hidden, grad_features, grad_w2, None, None, None, None, None
 
 
 def vocabulary_loss(hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float) -> tuple[Tensor, Tensor]:

@@ -106,8 +106,7 @@ def test_bf16_products_stay_within_one_percent() -> None:
 def test_chunk_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, head, targets = problem(5, 130, 40, 80, 50, agree=False, missing=True)
     whole = ours(inputs, head, targets, torch.float64, 0.1, 0.9)
-    monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 7)
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "CPU_CHUNK", (7, 12))
     parts = ours(inputs, head, targets, torch.float64, 0.1, 0.9)
     close(parts[0], whole[0], 1e-12)
     for name in whole[2]:
