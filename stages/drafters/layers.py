@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from stages.drafters.config import DrafterConfig
 
@@ -42,6 +40,16 @@ class Rope:
 
     def __init__(self, layer_config: dict[str, Any]) -> None:
         """`layer_config`: of a Qwen3 layer, whose rotary embedding is Llama's too."""
+        parameters = layer_config["rope_parameters"]
+        if parameters.get("rope_type", "default") == "default" and "rope_theta" in parameters:
+            size = layer_config["head_dim"]
+            self.inverse_frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
+            self.scaling = 1.0
+            return
+        # Here and not above: a trainer that needs no long-context scaling starts in half the time and a third of a gigabyte less without it.
+        from transformers import Qwen3Config
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
         rotary = Qwen3RotaryEmbedding(Qwen3Config(**layer_config))
         self.inverse_frequencies = rotary.inv_freq.detach().float().clone()
         self.scaling = float(rotary.attention_scaling)

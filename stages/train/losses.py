@@ -58,7 +58,10 @@ def rows_per_chunk(vocabulary: int) -> int:
 def log_normalisers(states: Tensor, head: Tensor) -> Tensor:
     """`[U]` fp32 log-sum-exp of `states @ head.T` (`[U, H]`, `[V, H]`), tile by tile."""
     rows, columns = chunk_shape(len(head), head.device)
-    return torch.cat([torch.logsumexp(torch.stack([torch.logsumexp((x @ tile.T).float(), dim=-1) for tile in torch.split(head, columns)]), dim=0) for x in torch.split(states, rows)])
+    tiles = torch.split(head, columns)
+    return torch.cat(
+        [torch.logsumexp(torch.stack([torch.logsumexp((x @ tile.T).float(), dim=-1) for tile in tiles]), dim=0) for x in torch.split(states, rows)]
+    )
 
 
 class _Tiles:
@@ -88,29 +91,23 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(a @ b)
 
 
-def _logits(out: Tensor, x: Tensor, head: Tensor, f: Tensor | None, w2: Tensor | None) -> None:
-    """out = x·headᵀ + f·w2ᵀ."""
-    if x.dtype != out.dtype:
-        # One product and not two: each is rounded to its narrow dtype.
-        if f is not None and w2 is not None:
-            x, head = torch.cat([x, f], dim=1), torch.cat([head, w2], dim=1)
-        out.copy_(x @ head.T)
+def _logits(out: Tensor, inputs: list[Tensor], weights: list[Tensor]) -> None:
+    """out = Σ inputs[i] · weights[i]ᵀ."""
+    if inputs[0].dtype != out.dtype:
+        # One product and not several: each is rounded to its narrow dtype.
+        out.copy_(torch.cat(inputs, dim=1) @ torch.cat(weights, dim=1).T)
         return
-    torch.mm(x, head.T, out=out)
-    if f is not None and w2 is not None:
-        out.addmm_(f, w2.T)
+    torch.mm(inputs[0], weights[0].T, out=out)
+    for x, weight in zip(inputs[1:], weights[1:], strict=True):
+        out.addmm_(x, weight.T)
 
 
-def _exponentials(tiles: _Tiles, x: Tensor, head: Tensor, f: Tensor | None, w2: Tensor | None) -> Tensor:
-    """Fill `tiles` with exp(z − the tile's own largest z) of z = x·headᵀ + f·w2ᵀ.
-
-    Returns:
-        `[tiles, N, 1]`: what makes softmax(z) of each tile.
-    """
+def _softmax(tiles: _Tiles, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Fill `tiles` with exp(z − the tile's own largest z) of z = Σ inputs[i] · weights[i]ᵀ; returns `[tiles, N, 1]`, their factors to the softmax."""
     largest, sums = [], []
     for index, (start, end) in enumerate(tiles.bounds):
-        z = tiles.tile(index, len(x))
-        _logits(z, x, head[start:end], f, None if w2 is None else w2[start:end])
+        z = tiles.tile(index, len(inputs[0]))
+        _logits(z, inputs, [weight[start:end] for weight in weights])
         largest.append(z.amax(dim=-1, keepdim=True))
         z.sub_(largest[-1]).exp_()
         sums.append(z.sum(dim=-1, keepdim=True))
@@ -119,100 +116,93 @@ def _exponentials(tiles: _Tiles, x: Tensor, head: Tensor, f: Tensor | None, w2: 
     return shift.sub_(log_normaliser).exp_()
 
 
-def _probabilities(tiles: _Tiles, x: Tensor, head: Tensor, log_normaliser: Tensor) -> None:
-    """Fill `tiles` with exp(x·headᵀ − log_normaliser)."""
+def _normalised(tiles: _Tiles, x: Tensor, head: Tensor, log_normaliser: Tensor) -> None:
+    """Fill `tiles` with exp(x · headᵀ − log_normaliser)."""
     for index, (start, end) in enumerate(tiles.bounds):
         z = tiles.tile(index, len(x))
-        _logits(z, x, head[start:end], None, None)
+        _logits(z, [x], [head[start:end]])
         z.sub_(log_normaliser[:, None]).exp_()
+
+
+def _distances(draft: _Tiles, verifier: _Tiles, factors: Tensor, verifier_factors: Tensor | None, inverse: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """‖q − p‖₁ `[N]` and ⟨q, s⟩ `[N]`; leaves q ⊙ s in `draft`, s = sign(q − p).
+
+    q is never negative, so both q and s can still be told from that. Where q = p, s is +1: any value from −1 to 1 is a subgradient.
+    """
+    n, distinct = len(inverse), int(inverse[-1]) + 1
+    inside, distance, mean_sign = scratch.new_zeros(distinct), scratch.new_zeros(n), scratch.new_zeros(n)
+    for index, (start, end) in enumerate(draft.bounds):
+        q, p = draft.tile(index, n).mul_(factors[index]), verifier.tile(index, distinct)
+        if verifier_factors is not None:
+            p.mul_(verifier_factors[index])
+        inside += p.sum(dim=-1)
+        difference = torch.sub(q, p[inverse], out=scratch[:n, : end - start])
+        distance += torch.linalg.vector_norm(difference, 1, dim=-1)
+        torch.copysign(q, difference, out=q)
+        mean_sign += q.sum(dim=-1)
+    return distance + (1.0 - inside).clamp_(min=0.0)[inverse], mean_sign
 
 
 class _VocabularyLoss(torch.autograd.Function):
     """Weighted CE and L1 of all slots; gradients are made in the forward pass, chunk by chunk."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float, backward: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, head: Tensor, targets: Targets, ce: float, tv: float, backward: bool, hidden: Tensor, *markov: Tensor) -> tuple[Tensor, Tensor]:
         dtype = hidden.dtype
-        head = head.to(dtype)
-        f_all = None if features is None else features.to(dtype)
-        w2_cast = None if w2 is None else w2.to(dtype)
+        inputs, weights = [hidden], [head.to(dtype)]
+        if markov:
+            inputs.append(markov[0].to(dtype))
+            weights.append(markov[1].to(dtype))
         # Slots of the same position one after another: a chunk then needs few rows of the verifier.
         order = torch.argsort(targets.rows, stable=True)
         n = len(order)
         losses = hidden.new_zeros(n, dtype=torch.float32 if dtype != torch.float64 else dtype)
         l1 = torch.zeros_like(losses)
-        grad_hidden = torch.zeros_like(hidden) if backward else None
-        grad_features = torch.zeros_like(f_all) if backward and f_all is not None else None
-        grad_w2 = losses.new_zeros(w2.shape) if backward and w2 is not None else None
-        most, columns = chunk_shape(len(head), hidden.device)
-        draft, verifier = (_Tiles(min(most, n), len(head), columns, losses) for _ in range(2))
-        scratch = losses.new_empty(min(most, n), columns)
-        for chunk in torch.split(order, most):
-            x, f = hidden[chunk], None if f_all is None else f_all[chunk]
-            rows, inverse = torch.unique_consecutive(targets.rows[chunk], return_inverse=True)
-            states = targets.states[rows].to(dtype)
-            scale = _exponentials(draft, x, head, f, w2_cast)
-            verifier_scale = None
+        gradients = [torch.zeros_like(x) for x in inputs] if backward else []
+        grad_w2 = losses.new_zeros(markov[1].shape) if backward and markov else None
+        rows, columns = chunk_shape(len(head), hidden.device)
+        draft, verifier = (_Tiles(min(rows, n), len(head), columns, losses) for _ in range(2))
+        scratch = losses.new_empty(min(rows, n), columns)
+        for chunk in torch.split(order, rows):
+            xs = [x[chunk] for x in inputs]
+            predicting, inverse = torch.unique_consecutive(targets.rows[chunk], return_inverse=True)
+            states = targets.states[predicting].to(dtype)
+            factors, verifier_factors = _softmax(draft, xs, weights), None
             if targets.log_normaliser is None:
-                verifier_scale = _exponentials(verifier, states, head, None, None)
+                verifier_factors = _softmax(verifier, [states], weights[:1])
             else:
-                _probabilities(verifier, states, head, targets.log_normaliser[rows].to(losses.dtype))
-            inside = losses.new_zeros(len(rows))
-            distance = losses.new_zeros(len(chunk))
-            mean_sign = losses.new_zeros(len(chunk))
-            for index, (start, end) in enumerate(draft.bounds):
-                q, p = draft.tile(index, len(chunk)).mul_(scale[index]), verifier.tile(index, len(rows))
-                if verifier_scale is not None:
-                    p.mul_(verifier_scale[index])
-                inside += p.sum(dim=-1)
-                difference = scratch[: len(chunk), : end - start]
-                torch.sub(q, p[inverse], out=difference)
-                distance += torch.linalg.vector_norm(difference, 1, dim=-1)
-                # q ⊙ sign(q − p) in q's place: q is never negative, so both are still there.
-                torch.copysign(q, difference, out=q)
-                mean_sign += q.sum(dim=-1)
-            distance += (1.0 - inside).clamp_(min=0.0)[inverse]
-            labels = targets.labels[chunk]
-            known = labels >= 0
-            label = labels.clamp(min=0)
-            label_ce = torch.where(known, -torch.log(draft.pick(label).abs_().clamp_(min=torch.finfo(losses.dtype).tiny)), 0.0)
-            l1[chunk] = distance
-            losses[chunk] = ce * label_ce + tv * distance
-            if grad_hidden is None:
+                _normalised(verifier, states, weights[0], targets.log_normaliser[predicting].to(losses.dtype))
+            l1[chunk], mean_sign = _distances(draft, verifier, factors, verifier_factors, inverse, scratch)
+            known, label = targets.labels[chunk] >= 0, targets.labels[chunk].clamp(min=0)
+            label_q = draft.pick(label).abs_().clamp_(min=torch.finfo(losses.dtype).tiny)
+            losses[chunk] = ce * torch.where(known, -torch.log(label_q), 0.0) + tv * l1[chunk]
+            if not backward:
                 continue
-            weights = targets.weights[chunk].to(losses.dtype)
-            # w · [ce · (q − onehot) + tv · q ⊙ (s − ⟨q, s⟩)], the onehot's part apart.
-            weight_ce = ce * known * weights
-            of_q, of_signed = (weight_ce - tv * weights * mean_sign)[:, None], (tv * weights)[:, None]
-            grad_x = losses.new_zeros(x.shape)
-            grad_f = None if f is None else losses.new_zeros(f.shape)
+            weight_tv = tv * targets.weights[chunk].to(losses.dtype)
+            weight_ce = ce * known * targets.weights[chunk].to(losses.dtype)
+            # w · [ce · (q − onehot) + tv · q ⊙ (s − ⟨q, s⟩)], the onehot's part after the tiles.
+            of_q, of_signed = (weight_ce - weight_tv * mean_sign)[:, None], weight_tv[:, None]
+            sums = [losses.new_zeros(x.shape) for x in xs]
             for index, (start, end) in enumerate(draft.bounds):
                 signed = draft.tile(index, len(chunk))
                 gradient = torch.abs(signed, out=scratch[: len(chunk), : end - start]).mul_(of_q).addcmul_(signed, of_signed).to(dtype)
-                _add_product(grad_x, gradient, head[start:end])
-                if grad_f is not None and w2_cast is not None and grad_w2 is not None and f is not None:
-                    _add_product(grad_f, gradient, w2_cast[start:end])
-                    _add_product(grad_w2[start:end], gradient.T, f)
-            grad_x -= weight_ce[:, None] * head[label]
-            grad_hidden[chunk] = grad_x.to(dtype)
-            if grad_f is not None and w2_cast is not None and grad_w2 is not None and f is not None and grad_features is not None:
-                grad_f -= weight_ce[:, None] * w2_cast[label]
-                grad_w2.index_add_(0, label, weight_ce[:, None] * f, alpha=-1)
-                grad_features[chunk] = grad_f.to(dtype)
-        ctx.feature_dtype = None if features is None else features.dtype
-        ctx.w2_dtype = None if w2 is None else w2.dtype
-        if backward:
-            ctx.save_for_backward(*(gradient for gradient in (grad_hidden, grad_features, grad_w2) if gradient is not None))
-        ctx.mark_non_differentiable(l1, losses)
-        return (losses * targets.weights.to(losses.dtype)).sum(), l1, losses
+                for total, weight in zip(sums, weights, strict=True):
+                    _add_product(total, gradient, weight[start:end])
+                if grad_w2 is not None:
+                    _add_product(grad_w2[start:end], gradient.T, xs[1])
+            for into, total, weight in zip(gradients, sums, weights, strict=True):
+                into[chunk] = total.sub_(weight_ce[:, None] * weight[label]).to(dtype)
+            if grad_w2 is not None:
+                grad_w2.index_add_(0, label, weight_ce[:, None] * xs[1], alpha=-1)
+        ctx.dtypes = [x.dtype for x in (hidden, *markov)]
+        ctx.save_for_backward(*gradients, *([] if grad_w2 is None else [grad_w2]))
+        ctx.mark_non_differentiable(l1)
+        return (losses * targets.weights.to(losses.dtype)).sum(), l1
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *markov = (gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors)
-        grad_features, grad_w2 = (markov[0].to(ctx.feature_dtype), markov[1].to(ctx.w2_dtype)) if markov else (None, None)
-        return grad_hidden, grad_features, grad_w2, None, None, None, None, None
+        gradients = [(gradient * upstream.to(gradient.dtype)).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return None, None, None, None, None, *gradients
 
 
 def vocabulary_loss(hidden: Tensor, features: Tensor | None, w2: Tensor | None, head: Tensor, targets: Targets, ce: float, tv: float) -> tuple[Tensor, Tensor]:
@@ -225,7 +215,8 @@ def vocabulary_loss(hidden: Tensor, features: Tensor | None, w2: Tensor | None, 
     Returns:
         The scalar loss and each slot's L1 distance `[N]`, without gradient (acceptance is 1 − ½ of it).
     """
-    loss, l1, _ = _VocabularyLoss.apply(hidden, features, w2, head, targets, ce, tv, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    markov = () if features is None else (features, w2)
+    loss, l1 = _VocabularyLoss.apply(head, targets, ce, tv, torch.is_grad_enabled(), hidden, *markov)  # type: ignore[no-untyped-call]
     return loss, l1
 
 
