@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from stages.artifacts import digest_json
 from stages.decoding.engine import engine_config
@@ -44,12 +45,22 @@ def named_checkpoints(values: list[str], identity: VerifierIdentity) -> list[Dra
     return list(drafters.values())
 
 
+def parsed(name: str, text: str) -> object:
+    """The value of an option.
+
+    Raises:
+        DraftlineError: it is no YAML.
+    """
+    try:
+        return YAML(typ="safe").load(text)
+    except YAMLError:
+        raise DraftlineError(f"--{name.replace('_', '-')} {text}: not YAML; write a number, or a list as [4, 7]") from None
+
+
 def with_options(params: Params, options: dict[str, str | None]) -> Params:
     """Params with the evaluate section's knobs that were given as options, YAML each."""
-    yaml = YAML(typ="safe")
-    given = {name: yaml.load(text) for name, text in options.items() if text is not None}
     data = params.model_dump()
-    data["evaluate"] |= given
+    data["evaluate"] |= {name: parsed(name, text) for name, text in options.items() if text is not None}
     return parse_params(data, Path("params.yaml with the options"))
 
 

@@ -63,6 +63,8 @@ def test_options_are_the_knobs_of_the_evaluate_section() -> None:
     assert changed.evaluate.repeats == params().evaluate.repeats
     with pytest.raises(ParamsError, match=r"evaluate.*batch_size"):
         with_options(params(), {"batch_size": "0"})
+    with pytest.raises(DraftlineError, match=r"^--draft-tokens \[4: not YAML; "):
+        with_options(params(), {"draft_tokens": "[4"})
 
 
 def test_acceptance_of_both_in_the_loop_and_an_interrupted_comparison_goes_on(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
