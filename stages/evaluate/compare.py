@@ -26,6 +26,7 @@ from stages.evaluate.subjects import Drafter, read_drafter
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.store import verifier_directory
 from stages.params import Evaluate, Params, parse_params, read_params
+from stages.process import refused_path
 
 
 def named_checkpoints(values: list[str], identity: VerifierIdentity) -> list[Drafter]:
@@ -71,6 +72,8 @@ def compare(params: Params, checkpoints: list[str], output: Path, engine_too: bo
     chosen = held_out_prompts(params.evaluate.prompts_per_kind)
     engine = engine_config(verifier_directory(identity), params.engine, params.verifier.trust_remote_code)
     settings = params.evaluate
+    # Before anything is measured: whether it can be kept.
+    (output / "measured").mkdir(parents=True, exist_ok=True)
     about = {
         "verifier": identity.digest,
         "engine": params.engine.model_dump(),
@@ -98,6 +101,11 @@ def main(arguments: list[str] | None = None) -> int:
         compare(with_options(read_params(), options), checkpoints, output, not acceptance_only)
     except DraftlineError as error:
         print(f"draftline compare: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if (text := refused_path(error)) is None:
+            raise
+        print(f"draftline compare: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("draftline compare: interrupted; run again to go on from what is measured", file=sys.stderr)

@@ -106,6 +106,12 @@ def test_without_prompts_there_is_one_clear_line(workplace: Path, capsys: pytest
     assert capsys.readouterr().err.startswith("draftline compare: outputs/prepare/evaluation: no held-out prompts; ")
 
 
+def test_an_output_that_cannot_be_written_is_one_clear_line_before_anything_is_measured(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(REPOSITORY / "params.yaml", workplace)
+    assert main(["--checkpoint", "a=long", "--output", "params.yaml"]) == 1
+    assert capsys.readouterr().err == "draftline compare: params.yaml/measured: Not a directory\n"
+
+
 def test_what_is_stored_comes_back_as_it_was(tmp_path: Path) -> None:
     completions = simulated(samples(), 1.0, 0)
     store = Store(tmp_path, {"verifier": "a"})
