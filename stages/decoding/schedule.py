@@ -98,7 +98,7 @@ def choose_at(table: CostTable, acceptance: Mapping[int, Sequence[float]], reque
     """The measured draft count with the highest expected rate; of equal ones the smallest.
 
     Args:
-        acceptance: draft tokens of a measurement → share of the rounds that survive to each position (`cumulative` of evaluate's report).
+        acceptance: draft tokens of a measurement → share of the rounds that survive to each position (as evaluate's report has them).
     Raises:
         CostError: the table does not reach `requests`.
     """

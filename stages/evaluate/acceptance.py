@@ -47,6 +47,22 @@ def per_position(rounds: Iterable[Round], draft_tokens: int) -> list[dict[str, A
     return table
 
 
+def survival(rounds: Iterable[Round], draft_tokens: int) -> list[float]:
+    """Share of all rounds that accept up to each of the `draft_tokens` positions (K): what asking for K drafts is worth.
+
+    `cumulative` of `per_position` speaks of drafts that were made. Here a round that had none left, as prompt lookup mostly has, has not survived.
+    """
+    entries = list(rounds)
+    shares: list[float] = []
+    for position in range(1, draft_tokens + 1):
+        accepted = sum(entry.accepted >= position for entry in entries)
+        decided = sum(reached(entry, position) for entry in entries)
+        without = sum(entry.accepted == len(entry.drafted) == position - 1 and entry.committed > entry.accepted for entry in entries)
+        rate = accepted / (decided + without) if decided else 0.0
+        shares.append(rate * (shares[-1] if shares else 1.0))
+    return shares
+
+
 def positions_by_kind(completions: Sequence[Completion], kinds: dict[str, str], draft_tokens: int) -> dict[str, Any]:
     """Acceptance per position over all prompts and per kind.
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from stages.artifacts import digest_json
 from stages.decoding.engine import engine_config
@@ -25,6 +26,7 @@ from stages.evaluate.subjects import Drafter, read_drafter
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.store import verifier_directory
 from stages.params import Evaluate, Params, parse_params, read_params
+from stages.process import refused_path
 
 
 def named_checkpoints(values: list[str], identity: VerifierIdentity) -> list[Drafter]:
@@ -44,12 +46,22 @@ def named_checkpoints(values: list[str], identity: VerifierIdentity) -> list[Dra
     return list(drafters.values())
 
 
+def parsed(name: str, text: str) -> object:
+    """The value of an option.
+
+    Raises:
+        DraftlineError: it is no YAML.
+    """
+    try:
+        return YAML(typ="safe").load(text)
+    except YAMLError:
+        raise DraftlineError(f"--{name.replace('_', '-')} {text}: not YAML; write a number, or a list as [4, 7]") from None
+
+
 def with_options(params: Params, options: dict[str, str | None]) -> Params:
     """Params with the evaluate section's knobs that were given as options, YAML each."""
-    yaml = YAML(typ="safe")
-    given = {name: yaml.load(text) for name, text in options.items() if text is not None}
     data = params.model_dump()
-    data["evaluate"] |= given
+    data["evaluate"] |= {name: parsed(name, text) for name, text in options.items() if text is not None}
     return parse_params(data, Path("params.yaml with the options"))
 
 
@@ -60,6 +72,8 @@ def compare(params: Params, checkpoints: list[str], output: Path, engine_too: bo
     chosen = held_out_prompts(params.evaluate.prompts_per_kind)
     engine = engine_config(verifier_directory(identity), params.engine, params.verifier.trust_remote_code)
     settings = params.evaluate
+    # Before anything is measured: whether it can be kept.
+    (output / "measured").mkdir(parents=True, exist_ok=True)
     about = {
         "verifier": identity.digest,
         "engine": params.engine.model_dump(),
@@ -87,6 +101,11 @@ def main(arguments: list[str] | None = None) -> int:
         compare(with_options(read_params(), options), checkpoints, output, not acceptance_only)
     except DraftlineError as error:
         print(f"draftline compare: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if (text := refused_path(error)) is None:
+            raise
+        print(f"draftline compare: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("draftline compare: interrupted; run again to go on from what is measured", file=sys.stderr)

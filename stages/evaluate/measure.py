@@ -24,7 +24,7 @@ from stages.decoding.measure_costs import measure_costs
 from stages.decoding.proposer import Sampling
 from stages.decoding.timing import Seconds
 from stages.evaluate import own_loop
-from stages.evaluate.acceptance import positions_by_kind, prompt_count
+from stages.evaluate.acceptance import positions_by_kind, prompt_count, survival
 from stages.evaluate.degraded import compare_outputs, failures
 from stages.evaluate.speed import Timed, grouped, measure, pairs_from_json, pairs_to_json, summarise
 from stages.evaluate.statistics import PromptCount, acceptance_length, macro_interval, paired_difference
@@ -225,8 +225,7 @@ class Evaluation:
             desc="evaluate: costs of a round",
         )
         greedy = {cell.draft_tokens: cell.completions for cell in self.cells if cell.drafter == drafter.name and cell.temperature == 0.0}
-        survival = {count: [row["cumulative"] for row in positions_by_kind(greedy[count], self.kinds, count)["all"]] for count in counts}
-        return costs_section(table, survival)
+        return costs_section(table, {count: survival([entry for completion in greedy[count] for entry in completion.rounds], count) for count in counts})
 
     def counts(self, cell: Cell) -> list[PromptCount]:
         return [prompt_count(completion, self.kinds[completion.id]) for completion in cell.completions]

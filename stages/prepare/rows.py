@@ -297,7 +297,7 @@ def read_rows(files: list[Path], tally: Tally, on_error: Literal["fail", "skip"]
             except DroppedRowError as dropped:
                 tally.drop(dropped.reason, row.source)
         if not lines:
-            raise PrepareError(f"{path}: empty file; remove it from prepare.inputs or fill it")
+            raise PrepareError(f"{path}: empty file; remove it from prepare.inputs (or prepare.evaluation_inputs), or fill it")
 
 
 def asked_before(messages: list[Message], index: int) -> bool:

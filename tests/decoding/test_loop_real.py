@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from stages.decoding.blocks import BlockProposer
 from stages.decoding.cached_model import load_model
 from stages.decoding.draft_model import DraftModelProposer
+from stages.decoding.eagle3 import Eagle3Proposer
 from stages.decoding.loop import Decoder
 from stages.decoding.ngram import LoopGuard, NgramProposer
 from stages.decoding.proposer import Proposer, Sampling
@@ -21,14 +22,17 @@ from stages.decoding.stopping import Prompt
 from stages.drafters.checkpoint import load_drafter
 from stages.pairing.frozen import load_frozen
 from tests.decoding.pairs import write_drafter
+from tests.drafters.kinds import make_drafter
 from tests.marks import long_but
 from tests.paths import shared
 
 FILES = ("gsm8k", "math500", "mbpp", "humaneval", "mt-bench")
-KINDS = ("dspark", "dflash", "draft model", "prompt lookup", "guarded lookup")
+KINDS = ("dspark", "dflash", "eagle3", "draft model", "prompt lookup", "guarded lookup")
 EACH = long_but(lambda name: name == "dspark", KINDS)
 """A minute each."""
 TOKENS = 48
+PROMPTS_PER_FILE = 4
+"""Evenly over the file: what could differ between prompts of one file is their length alone."""
 
 
 @dataclass
@@ -39,8 +43,11 @@ class Real:
     tokenizer: Any
     drafters: dict[str, Any]
     shallow: Any
+    known: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def proposer(self, name: str) -> Proposer:
+        if name == "eagle3":
+            return Eagle3Proposer(self.drafters[name])
         if name in self.drafters:
             return BlockProposer(self.drafters[name])
         if name == "draft model":
@@ -51,6 +58,13 @@ class Real:
         decoder = Decoder(self.model, None if name is None else self.proposer(name))
         requests = [Prompt(str(index), ids, max_tokens) for index, ids in enumerate(prompts)]
         return [done.token_ids for done in decoder.decode(requests, batch_size)]
+
+    def alone(self, prompts: list[list[int]], max_tokens: int = TOKENS) -> list[list[int]]:
+        """What the verifier says by itself, one prompt at a time; decoded once for all proposers."""
+        key = json.dumps([prompts, max_tokens])
+        if key not in self.known:
+            self.known[key] = self.decode(None, prompts, max_tokens, batch_size=1)
+        return self.known[key]
 
     def chat(self, turns: list[dict[str, str]]) -> list[int]:
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -69,7 +83,8 @@ def real(real_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Real:
     plain = {"algorithm": "dflash", "markov_rank": 0, "confidence_head": False, "confidence_head_with_markov": False}
     write_drafter(root / "dspark", real_verifier, "bigrams", **shape)
     write_drafter(root / "dflash", real_verifier, **shape | plain)
-    drafters = {name: load_drafter(root / name, frozen, torch.float32) for name in ("dspark", "dflash")}
+    drafters: dict[str, Any] = {name: load_drafter(root / name, frozen, torch.float32) for name in ("dspark", "dflash")}
+    drafters["eagle3"] = make_drafter("eagle3", real_verifier, [2, 15, 28])
     shallow = load_model(real_verifier, torch.float32)
     # The verifier without its middle: the layers that are left agree with it now and then.
     shallow.model.layers = torch.nn.ModuleList([*shallow.model.layers[:12], *shallow.model.layers[-10:]])
@@ -99,7 +114,7 @@ def check(real: Real, prompts: list[list[int]], expected: list[list[int]], found
 @torch.inference_mode()
 def test_the_verifier_alone_is_what_transformers_generates(real: Real) -> None:
     prompt = real.chat([{"role": "user", "content": "What is the capital of France?"}])
-    (ours,) = real.decode(None, [prompt])
+    (ours,) = real.alone([prompt])
     theirs = real.model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0, len(prompt) :].tolist()
     assert ours == theirs
 
@@ -112,8 +127,8 @@ def test_a_conversation_of_ten_turns_is_identical(real: Real, name: str) -> None
     for number in range(10):
         turns.append({"role": "user", "content": f"Tell me fact number {number + 1} about rivers, in one sentence."})
         prompt = real.chat(turns)
-        expected, found = (real.decode(kind, [prompt], 16) for kind in (None, name))
-        check(real, [prompt], expected, found)
+        expected = real.alone([prompt], 16)
+        check(real, [prompt], expected, real.decode(name, [prompt], 16))
         turns.append({"role": "assistant", "content": real.tokenizer.decode(expected[0], skip_special_tokens=True)})
 
 
@@ -126,8 +141,7 @@ def test_a_prompt_of_3000_tokens_is_identical(real: Real, name: str) -> None:
     prompt = real.chat([{"role": "user", "content": text}])
     prompt = prompt[:2990] + prompt[-10:]
     assert len(prompt) == 3000
-    expected, found = (real.decode(kind, [prompt], 24) for kind in (None, name))
-    check(real, [prompt], expected, found)
+    check(real, [prompt], real.alone([prompt], 24), real.decode(name, [prompt], 24))
 
 
 @pytest.mark.long
@@ -135,8 +149,9 @@ def test_a_prompt_of_3000_tokens_is_identical(real: Real, name: str) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_every_prompt_file_is_identical(real: Real, file: str, name: str) -> None:
     lines = shared(f"data/eval/{file}.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [real.chat([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]
-    check(real, prompts, real.decode(None, prompts, batch_size=1), real.decode(name, prompts, batch_size=4))
+    chosen = lines[:: len(lines) // PROMPTS_PER_FILE][:PROMPTS_PER_FILE]
+    prompts = [real.chat([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in chosen]
+    check(real, prompts, real.alone(prompts), real.decode(name, prompts, batch_size=4))
 
 
 @pytest.mark.benchmark

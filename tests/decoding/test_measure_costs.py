@@ -15,7 +15,7 @@ from stages.artifacts import read_json
 from stages.decoding.costs import this_machine
 from stages.decoding.isolated import EngineProcess
 from stages.decoding.measure_costs import interleaved, measure_costs, repeated, time_decoder, timing_life
-from stages.decoding.speculative import spec_config
+from stages.decoding.speculative import ngram_config, spec_config
 from tests.decoding.pairs import engine_config, requests, write_drafter
 
 
@@ -68,9 +68,14 @@ def test_rounds_of_the_decoding_loop_are_timed_with_fixed_lengths_and_full_batch
 
 
 @pytest.mark.integration
-def test_a_table_of_two_engines(tiny_verifier: Path, tmp_path: Path) -> None:
-    checkpoint = write_drafter(tmp_path / "checkpoint", tiny_verifier, "chain", block_size=5)
-    speculative = spec_config(checkpoint, read_json(checkpoint / "config.json"))
+@pytest.mark.parametrize("drafter", ["dspark", "prompt lookup"])
+def test_a_table_of_two_engines(drafter: str, tiny_verifier: Path, tmp_path: Path) -> None:
+    """Prompt lookup finds next to nothing in these prompts: the rounds that are timed have their drafts all the same."""
+    if drafter == "dspark":
+        checkpoint = write_drafter(tmp_path / "checkpoint", tiny_verifier, "chain", block_size=5)
+        speculative = spec_config(checkpoint, read_json(checkpoint / "config.json"))
+    else:
+        speculative = ngram_config(4, 1, 3)
     prompts = [request.prompt_ids for request in requests(2)]
     engine = engine_config(tiny_verifier)
     table = measure_costs(engine, speculative, prompts, batch_sizes=[1, 3], draft_tokens=[2, 4], verifier="a" * 64, checkpoint="b" * 64, visits=2, context=16)

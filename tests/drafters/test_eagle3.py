@@ -1,11 +1,15 @@
-"""The chain of EAGLE-3 is trained as it drafts, and sees what a decoder has."""
+"""The chain of EAGLE-3 is trained as it drafts, sees what a decoder has, and is the one that `speculators` computes."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from stages.drafters.checkpoint import save_checkpoint
 from stages.drafters.eagle3 import Eagle3, greedy_chains, tapped
 from stages.drafters.model import Blocks, make_segments
 from tests.drafters.kinds import make_drafter
@@ -69,3 +73,50 @@ def test_three_layers_of_more_are_tapped() -> None:
     assert tapped([2, 8, 15, 22, 28]) == [2, 15, 28]
     assert tapped([4]) == [4]
     assert tapped([2, 8, 15]) == [2, 8, 15]
+
+
+def load_theirs(checkpoint: Path) -> Any:
+    """The checkpoint as the `speculators` package reads it, in fp32."""
+    speculators = pytest.importorskip("speculators", reason="test-only dependency")
+    config = speculators.SpeculatorModelConfig.from_pretrained(checkpoint)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = speculators.SpeculatorModel.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    # Its constructor marks what the checkpoint leaves to the verifier with NaN, and only what is NaN is loaded. `from_pretrained` (0.9.0)
+    # makes those tensors anew without writing them: memory as it was found, now and then without any NaN, is kept as the embedding.
+    for weight in (theirs.embed_tokens.weight, *(() if theirs.use_draft_vocab else (theirs.lm_head.weight,))):
+        torch.nn.init.constant_(weight, math.nan)
+    theirs.load_verifier_weights()
+    return theirs.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"draft_ids": torch.arange(1, 512, 2)}, {"layer_ids": [4]}, {"layer_ids": [2, 6], "draft_ids": torch.arange(0, 512, 3)}],
+    ids=["whole", "reduced", "one layer", "two layers, reduced"],
+)
+def test_speculators_unrolls_the_same_chains(changes: dict[str, Any], tiny_verifier: Path, tmp_path: Path) -> None:
+    """Conformance: the `speculators` package loads the checkpoint, and its training-time test gives our logits at every step (fp32)."""
+    model = make_drafter("eagle3", tiny_verifier, **changes)
+    save_checkpoint(tmp_path / "checkpoint", model, str(tiny_verifier), ["LlamaForCausalLM"], torch.float32)
+    theirs = load_theirs(tmp_path / "checkpoint")
+    for name, value in {**model.state_dict(), "embed_tokens.weight": model.embedding, "lm_head.weight": model.head}.items():
+        assert torch.equal(theirs.state_dict()[name], value), name
+
+    # Two packed sequences: in both, chains see nothing of the other.
+    steps = model.config.draft_tokens
+    sequences = [material(model, seed) for seed in (0, 1)]
+    anchors = [torch.tensor([1, 6, LENGTH - steps]), torch.tensor([2, 9])]
+    context = torch.cat([states for states, _ in sequences])
+    following = torch.cat([tokens.roll(-1) for _, tokens in sequences])
+    previous = torch.cat([tokens[places[:, None] + torch.arange(steps)] for (_, tokens), places in zip(sequences, anchors, strict=True)])
+    segments = make_segments([LENGTH, LENGTH], anchors)
+    ours = model.unrolled(Blocks(context, torch.arange(LENGTH).repeat(2), previous[:, 0], torch.cat(anchors), segments), following, previous) @ model.head.T
+
+    said: list[torch.Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda module, args, output: said.append(output[0]))
+    documents = torch.arange(2).repeat_interleave(LENGTH)
+    theirs(context[None], following[None], documents[None], position_ids=torch.arange(LENGTH).repeat(2)[None], ttt_steps=steps)
+    # An anchor at position p starts its chain in row p - 1; rows of the second sequence lie behind those of the first.
+    rows = torch.cat([places - 1 + start for start, places in zip((0, LENGTH), anchors, strict=True)])
+    torch.testing.assert_close(ours, torch.stack(said, dim=1)[rows], rtol=1e-4, atol=1e-4)

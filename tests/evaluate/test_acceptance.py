@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.decoding.engine import Completion, Round
-from stages.evaluate.acceptance import per_position, positions_by_kind, prompt_count
+from stages.evaluate.acceptance import per_position, positions_by_kind, prompt_count, survival
 
 
 def test_a_pass_without_a_draft_counts_as_a_pass() -> None:
@@ -49,6 +49,19 @@ def test_without_cuts_survival_gives_the_acceptance_length(pairs: list[tuple[int
     assert math.isclose(1 + sum(row["cumulative"] for row in table), length)
     for row in table:
         assert math.isclose(row["cumulative"], sum(entry.accepted >= row["position"] for entry in rounds) / len(rounds), abs_tol=1e-12)
+
+
+@given(ROUNDS)
+def test_what_k_drafts_are_worth_counts_the_rounds_that_had_fewer(pairs: list[tuple[int, int]]) -> None:
+    """Prompt lookup that is right whenever it finds something, but seldom finds anything, gains little."""
+    rounds = [Round(9, [7] * drafted, accepted, accepted + 1) for drafted, accepted in pairs]
+    assert math.isclose(1 + sum(survival(rounds, 5)), sum(entry.committed for entry in rounds) / len(rounds))
+
+
+def test_what_a_cut_hides_counts_for_no_number_of_drafts() -> None:
+    ended_by_a_draft, by_its_own_token = Round(5, [1, 2, 3], 1, 1), Round(5, [1], 1, 2)
+    assert survival([ended_by_a_draft, by_its_own_token], 3) == [1.0, 0.0, 0.0]
+    assert survival([ended_by_a_draft, Round(5, [1, 2, 3], 2, 3), by_its_own_token], 3) == [1.0, 0.5, 0.0]
 
 
 @given(ROUNDS)

@@ -63,6 +63,8 @@ def test_options_are_the_knobs_of_the_evaluate_section() -> None:
     assert changed.evaluate.repeats == params().evaluate.repeats
     with pytest.raises(ParamsError, match=r"evaluate.*batch_size"):
         with_options(params(), {"batch_size": "0"})
+    with pytest.raises(DraftlineError, match=r"^--draft-tokens \[4: not YAML; "):
+        with_options(params(), {"draft_tokens": "[4"})
 
 
 def test_acceptance_of_both_in_the_loop_and_an_interrupted_comparison_goes_on(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +104,12 @@ def test_without_prompts_there_is_one_clear_line(workplace: Path, capsys: pytest
     shutil.copy(REPOSITORY / "params.yaml", workplace)
     assert main(["--checkpoint", "a=long", "--output", "out"]) == 1
     assert capsys.readouterr().err.startswith("draftline compare: outputs/prepare/evaluation: no held-out prompts; ")
+
+
+def test_an_output_that_cannot_be_written_is_one_clear_line_before_anything_is_measured(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(REPOSITORY / "params.yaml", workplace)
+    assert main(["--checkpoint", "a=long", "--output", "params.yaml"]) == 1
+    assert capsys.readouterr().err == "draftline compare: params.yaml/measured: Not a directory\n"
 
 
 def test_what_is_stored_comes_back_as_it_was(tmp_path: Path) -> None:
