@@ -1,0 +1,82 @@
+"""One training step on several ranks: DDP, or FSDP2, around the whole objective.
+
+Gradients are sums over the ranks, not means: a step's loss is already divided by the weights of all of its slots.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from stages.drafters.eagle3 import Eagle3
+from stages.train.data import Batch
+from stages.train.objectives import TrainedDrafter
+from stages.train.ranks import Ranks
+from stages.train.shards import whole
+
+
+class Step(nn.Module):
+    """The scalar loss of a batch. A module, because within its forward the ranks' wrappers keep all weights whole, whoever reads them."""
+
+    def __init__(self, drafter: TrainedDrafter, loss: Callable[[TrainedDrafter, Batch], Tensor]) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self._loss = loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self._loss(self.drafter, batch)
+
+
+def trained_copy(drafter: TrainedDrafter, ranks: Ranks) -> TrainedDrafter:
+    """What the optimizers work on: the drafter itself, or for FSDP2 a copy that can be divided. The frozen ends are shared."""
+    return drafter if ranks.parallel != "fsdp2" else copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+
+
+def called_layers(drafter: TrainedDrafter) -> list[nn.Module]:
+    """Layers that are called as modules; EAGLE-3's only one is used in pieces."""
+    return [] if isinstance(drafter, Eagle3) else list(drafter.layers)
+
+
+def shared(step: Step, ranks: Ranks) -> nn.Module:
+    """The step as this rank's part of a common one."""
+    if ranks.parallel == "ddp":
+        # Without the search for unused weights the first backward pass would rearrange the buckets, and with them the order of
+        # sums: a resumed run would differ in the last bits. All ranks begin with the same weights, and the buffers are frozen.
+        return DistributedDataParallel(step, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True)
+    if ranks.parallel == "fsdp2":
+        mesh = init_device_mesh(ranks.device.type, (ranks.count,))
+        for module in (*called_layers(step.drafter), step):
+            divided = fully_shard(module, mesh=mesh)
+            divided.set_gradient_divide_factor(1.0)
+            # gloo has no mean, and needs none here.
+            divided.set_force_sum_reduction_for_comms(True)
+    return step
+
+
+def loss_factor(ranks: Ranks) -> int:
+    """DDP's gradient is the mean over the ranks."""
+    return ranks.count if ranks.parallel == "ddp" else 1
+
+
+def summing(step: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Around a part's forward and backward pass: the ranks' gradients are summed after the last part alone."""
+    if isinstance(step, FSDPModule):
+        step.set_requires_gradient_sync(last)
+    if isinstance(step, DistributedDataParallel) and not last:
+        return step.no_sync()
+    return nullcontext()
+
+
+@torch.no_grad()
+def gather(trained: TrainedDrafter, drafter: TrainedDrafter) -> None:
+    """Put the trained weights into the drafter that they were copied from. Collective."""
+    if trained is not drafter:
+        for source, target in zip(trained.parameters(), drafter.parameters(), strict=True):
+            target.copy_(whole(source))
