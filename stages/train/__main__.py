@@ -68,7 +68,7 @@ def run(params: Params, output: Path) -> None:
             f"params.yaml: train.ranks = {ranks}: with extraction.mode = {mode!r} one process reads the stream; set train.ranks 1, or extraction.mode offline"
         )
     if ranks > 1 and not launched():
-        launch(ranks, run)
+        launch(ranks)
         return
     with joined(params.train) as joint:
         run_rank(params, output, joint)

@@ -9,27 +9,26 @@ import logging
 import signal
 import sys
 import uuid
-from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import RLock
 from typing import Any, cast
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from tqdm import tqdm
 
 from stages.errors import DraftlineError
 from stages.params import Params, StageParams, read_params
 from stages.process import OUTPUTS, die_with_parent, explained
 
-Stage = Callable[[Params, Path], None]
 SHUTDOWN_SECONDS = 10
 """What the other ranks get to end by themselves once one has failed."""
 KEPT = "the last checkpoint is kept, run again to go on from there"
 
 
-def launch(ranks: int, stage: Stage) -> None:
-    """Run `stage` in `ranks` processes and wait for them; if one fails, all end.
+def launch(ranks: int) -> None:
+    """Train in `ranks` processes and wait for them; if one fails, all end.
 
     Raises:
         DraftlineError: a rank has failed; the first one and its cause.
@@ -50,7 +49,7 @@ def launch(ranks: int, stage: Stage) -> None:
         # The launcher logs a page about each failure; what is in it is said below in one line.
         logging.disable(logging.ERROR)
         try:
-            elastic_launch(config, run_rank)(stage)
+            elastic_launch(config, train_as_rank)()
         except ChildFailedError as error:
             raise DraftlineError(cause(*error.get_first_failure())) from None
         except SignalException as error:
@@ -61,11 +60,16 @@ def launch(ranks: int, stage: Stage) -> None:
             logging.disable(logging.NOTSET)
 
 
-def run_rank(stage: Stage) -> None:
+def train_as_rank() -> None:
     """One rank of `launch`, in a process of its own: errors go to the launching process, which reports them."""
+    # Here, for it imports this module.
+    from stages.train.__main__ import run
+
     die_with_parent()
+    # One among processes would be left behind by a rank that is killed, and warned about.
+    tqdm.set_lock(RLock())
     try:
-        stage(cast(Params, StageParams(read_params(), "train")), OUTPUTS / "train")
+        run(cast(Params, StageParams(read_params(), "train")), OUTPUTS / "train")
     except DraftlineError as error:
         raise DraftlineError(str(error)) from None
     except Exception as error:

@@ -28,7 +28,7 @@ from stages.train.data import Batch, TrainingSet, blank_batch, make_batch, sampl
 from stages.train.model_step import objective, validate
 from stages.train.objectives import TrainedDrafter, batch_shape, has_confidence
 from stages.train.optimizer import make_optimizers
-from stages.train.parallel import Step, gather, loss_factor, shared, summing, trained_copy
+from stages.train.parallel import Step, gather, shared, summing, trained_copy
 from stages.train.precision import product_dtype
 from stages.train.ranks import ALONE, Ranks
 from stages.train.shards import local
@@ -93,7 +93,7 @@ def reading_order(
         yield from held_out[:CALIBRATION_SAMPLES]
 
 
-def backward(step: torch.nn.Module, batches: list[Batch | None], blank: Batch, total: float, ranks: Ranks) -> float:
+def backward(step: torch.nn.Module, batches: list[Batch | None], blank: Batch, total: float) -> float:
     """Gradient of this rank's share of a step, summed over the ranks.
 
     Args:
@@ -106,7 +106,7 @@ def backward(step: torch.nn.Module, batches: list[Batch | None], blank: Batch, t
     for place, batch in enumerate(batches):
         with summing(step, last=place == len(batches) - 1):
             loss: Tensor = step(batch or blank) * ((batch.weight if batch else 0.0) / total)
-            (loss * loss_factor(ranks)).backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         out += loss.item()
     return out
 
@@ -154,7 +154,7 @@ def train(
                 if total:
                     began = time.monotonic()
                     trained.zero_grad(set_to_none=True)
-                    (loss,) = ranks.sums(backward(step_module, batches, blank, total, ranks))
+                    (loss,) = ranks.sums(backward(step_module, batches, blank, total))
                     torch.nn.utils.clip_grad_norm_(trained.parameters(), params.grad_clip)
                     for optimizer in optimizers:
                         optimizer.step()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -44,12 +44,26 @@ def called_layers(drafter: TrainedDrafter) -> list[nn.Module]:
     return [] if isinstance(drafter, Eagle3) else list(drafter.layers)
 
 
+def summed(state: None, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    """The ranks' sum of each gradient by itself.
+
+    DDP's own mean of whole buckets depends on how they are filled, which changes after the first step of a process: a resumed
+    run would differ in the last bits.
+    """
+    for gradient in bucket.gradients():
+        distributed.all_reduce(gradient)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 def shared(step: Step, ranks: Ranks) -> nn.Module:
     """The step as this rank's part of a common one."""
     if ranks.parallel == "ddp":
-        # Without the search for unused weights the first backward pass would rearrange the buckets, and with them the order of
-        # sums: a resumed run would differ in the last bits. All ranks begin with the same weights, and the buffers are frozen.
-        return DistributedDataParallel(step, broadcast_buffers=False, init_sync=False, find_unused_parameters=True, gradient_as_bucket_view=True)
+        # All ranks begin with the same weights, and the buffers are frozen: nothing of them is sent.
+        out = DistributedDataParallel(step, forward_sync_buffers=False, init_sync=False, gradient_as_bucket_view=True)
+        out.register_comm_hook(None, summed)
+        return out
     if ranks.parallel == "fsdp2":
         mesh = init_device_mesh(ranks.device.type, (ranks.count,))
         for module in (*called_layers(step.drafter), step):
@@ -58,11 +72,6 @@ def shared(step: Step, ranks: Ranks) -> nn.Module:
             # gloo has no mean, and needs none here.
             divided.set_force_sum_reduction_for_comms(True)
     return step
-
-
-def loss_factor(ranks: Ranks) -> int:
-    """DDP's gradient is the mean over the ranks."""
-    return ranks.count if ranks.parallel == "ddp" else 1
 
 
 def summing(step: nn.Module, last: bool) -> AbstractContextManager[object]:
