@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -44,8 +45,8 @@ def called_layers(drafter: TrainedDrafter) -> list[nn.Module]:
     return [] if isinstance(drafter, Eagle3) else list(drafter.layers)
 
 
-def summed(state: None, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-    """The ranks' sum of each gradient by itself.
+def summed(bucket: Any) -> torch.futures.Future[Tensor]:
+    """The ranks' sum of each gradient by itself, in DDP's `bucket`.
 
     DDP's own mean of whole buckets depends on how they are filled, which changes after the first step of a process: a resumed
     run would differ in the last bits.
@@ -62,7 +63,8 @@ def shared(step: Step, ranks: Ranks) -> nn.Module:
     if ranks.parallel == "ddp":
         # All ranks begin with the same weights, and the buffers are frozen: nothing of them is sent.
         out = DistributedDataParallel(step, forward_sync_buffers=False, init_sync=False, gradient_as_bucket_view=True)
-        out.register_comm_hook(None, summed)
+        # A lambda: DDP compares annotations, which are strings here.
+        out.register_comm_hook(None, lambda state, bucket: summed(bucket))
         return out
     if ranks.parallel == "fsdp2":
         mesh = init_device_mesh(ranks.device.type, (ranks.count,))
