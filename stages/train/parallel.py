@@ -36,8 +36,16 @@ class Step(nn.Module):
 
 
 def trained_copy(drafter: TrainedDrafter, ranks: Ranks) -> TrainedDrafter:
-    """What the optimizers work on: the drafter itself, or for FSDP2 a copy that can be divided. The frozen ends are shared."""
-    return drafter if ranks.parallel != "fsdp2" else copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+    """What the optimizers work on: the drafter itself, or for FSDP2 a copy that can be divided. The frozen ends are shared.
+
+    The leader alone keeps the whole weights of the other, to validate and to write; elsewhere they are given up.
+    """
+    if ranks.parallel != "fsdp2":
+        return drafter
+    out = copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+    if not ranks.leader:
+        drafter.to("meta")
+    return out
 
 
 def called_layers(drafter: TrainedDrafter) -> list[nn.Module]:
@@ -87,7 +95,9 @@ def summing(step: nn.Module, last: bool) -> AbstractContextManager[object]:
 
 @torch.no_grad()
 def gather(trained: TrainedDrafter, drafter: TrainedDrafter) -> None:
-    """Put the trained weights into the drafter that they were copied from. Collective."""
+    """Put the trained weights into the leader's drafter that they were copied from. Collective."""
     if trained is not drafter:
         for source, target in zip(trained.parameters(), drafter.parameters(), strict=True):
-            target.copy_(whole(source))
+            tensor = whole(source)
+            if not target.is_meta:
+                target.copy_(tensor)
