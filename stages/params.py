@@ -15,21 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from stages.errors import ParamsError
-from stages.params_file import describe, load_yaml, require_urls
+from stages.params_file import Section as Section
+from stages.params_file import Seed, describe, load_yaml, require_urls
+from stages.params_train import LossWeights as LossWeights
+from stages.params_train import Train as Train
 
 PARAMS_FILE: Path = Path("params.yaml")
 TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
-
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-
-
-class Section(BaseModel):
-    """A section of params.yaml: unknown keys and wrong types are refused ("600" is no number), values never change after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Verifier(Section):
@@ -206,37 +201,6 @@ class Drafter(Section):
         if self.draft_tokens is not None:
             return self.draft_tokens
         return self.block_size if self.sample_from_anchor else self.block_size - 1
-
-
-class LossWeights(Section):
-    """Weights of the three losses (DSpark paper)."""
-
-    ce: float = Field(0.1, ge=0.0, description="Cross-entropy with the data's token.")
-    tv: float = Field(0.9, ge=0.0, description="L1 distance between drafter and verifier distributions.")
-    confidence: float = Field(1.0, ge=0.0, description="Binary cross-entropy of the confidence head.")
-
-
-class Train(Section):
-    """The drafter's training."""
-
-    seed: Seed = Field(0, description="Seed of the weights' start, of the order of the samples and of the anchors.")
-    steps: int = Field(ge=1, description="Optimizer steps.")
-    sequences_per_step: int = Field(4, ge=1, description="Sequences of one optimizer step.")
-    anchors_per_sequence: int = Field(48, ge=1, description="Random anchors of one sequence; fewer where it has fewer.")
-    optimizer: Literal["muon", "adamw"] = Field("muon", description="muon: for the backbone's matrices, AdamW for the rest; adamw: for all.")
-    learning_rate: float = Field(6e-4, gt=0.0, description="Peak of the cosine schedule.")
-    warmup_fraction: float = Field(0.04, ge=0.0, lt=1.0, description="Share of the steps that warm up linearly.")
-    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled decay, per step and unit of learning rate.")
-    grad_clip: float = Field(1.0, gt=0.0, description="Largest gradient norm.")
-    decay_gamma: float = Field(4.0, gt=0.0, description="Slot k weighs exp(-k/gamma).")
-    loss: LossWeights = Field(default_factory=LossWeights)
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="Matrix products; weights and moments stay fp32. auto: bf16 where the processor has instructions for it, else fp32."
-    )
-    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores. Another number may change the last bits of a result.")
-    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
-    validation_every: int = Field(200, ge=1, description="Steps between validations.")
-    validation_samples: int = Field(32, ge=1, description="Sequences of one validation.")
 
 
 class Convert(Section):

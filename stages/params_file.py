@@ -1,18 +1,26 @@
-"""Reading params.yaml as text: YAML, one line for everything that is wrong with it, one mapping laid over another. Knows no knob."""
+"""What all sections of params.yaml have in common, and reading it as text: YAML, one line for all errors, one mapping over another. Knows no knob."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stages.errors import ParamsError
+
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class Section(BaseModel):
+    """A section of params.yaml: unknown keys and wrong types are refused ("600" is no number), values never change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def plain_yaml() -> YAML:

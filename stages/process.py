@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -157,11 +157,20 @@ def refused_path(error: BaseException) -> str | None:
     return f"{os.fsdecode(error.filename)}: {error.strerror}" if isinstance(error.filename, (str, bytes, os.PathLike)) else None
 
 
-def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
+def explained(error: Exception) -> str | None:
+    """An error that the user can mend, in one line; None: it is ours."""
+    text = refused_path(error)
+    if text is None and (where := _full_disk(error)) is not None:
+        text = f"{where}: no space left on the device; free some and run again, finished parts are kept"
+    return text
+
+
+def stage_main(name: str, stage: Callable[[Params, Path], None], alone: bool = True) -> int:
     """Run a stage: validate the whole of params.yaml, lock `outputs/<name>`, report a user's error in one line.
 
     Args:
         stage: called with the params (only the sections that dvc.yaml lists for it) and its output directory.
+        alone: take the lock; not for a process that only helps another, which holds it.
     Returns:
         The exit status.
     """
@@ -172,7 +181,7 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
         output = OUTPUTS / name
         die_with_parent()
         die_with_stdin()
-        with output_lock(output):
+        with output_lock(output) if alone else nullcontext():
             stage(params, output)
     except DraftlineError as error:
         print(f"draftline {name}: {error}", file=sys.stderr)
@@ -181,9 +190,7 @@ def stage_main(name: str, stage: Callable[[Params, Path], None]) -> int:
         print(f"draftline {name}: interrupted; run again to go on from what is finished", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        text = refused_path(error)
-        if text is None and (where := _full_disk(error)) is not None:
-            text = f"{where}: no space left on the device; free some and run again, finished parts are kept"
+        text = explained(error)
         if text is None:
             raise
         print(f"draftline {name}: {text}", file=sys.stderr)

@@ -119,7 +119,7 @@ def imported_files(root: str) -> set[Path]:
     return {path for path in found if is_code(REPOSITORY / path)}
 
 
-NO_RESULT = {Path("stages", name) for name in ("errors.py", "params.py", "params_edit.py", "params_file.py", "process.py")}
+NO_RESULT = {Path("stages", name) for name in ("errors.py", "params.py", "params_edit.py", "params_file.py", "params_train.py", "process.py")}
 """How a stage starts, fails and reads its params: DVC compares the params' values themselves."""
 
 

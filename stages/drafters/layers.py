@@ -95,6 +95,22 @@ def block_attention(q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tens
     return out.view(m, a, g, i, d).permute(1, 3, 0, 2, 4).reshape(a, i, n * d)
 
 
+def attend_segments(q: Tensor, k_block: Tensor, v_block: Tensor, k_context: Tensor, v_context: Tensor, segments: list[Segment]) -> Tensor:
+    """`block_attention` of a packed batch, one sequence after another; arguments as there, but of all sequences."""
+    outputs = [
+        block_attention(
+            q[s.anchors[0] : s.anchors[1]],
+            k_block[s.anchors[0] : s.anchors[1]],
+            v_block[s.anchors[0] : s.anchors[1]],
+            k_context[s.context[0] : s.context[1]],
+            v_context[s.context[0] : s.context[1]],
+            s.mask,
+        )
+        for s in segments
+    ]
+    return torch.cat(outputs, dim=0)
+
+
 class Attention(nn.Module):
     """Qwen3 attention (RMSNorm on each head's queries and keys) over context and block."""
 
@@ -107,6 +123,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.n * self.d, config.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(self.d, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.d, eps=config.rms_norm_eps)
+        self.attend = attend_segments
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """`[N, H]` → rotated keys and values `[N, m, d]`."""
@@ -123,18 +140,7 @@ class Attention(nn.Module):
         k_block, v_block = (x.view(a, i, self.m, self.d) for x in self.keys_values(rows, *block_rope))
         k_context, v_context = self.keys_values(context, *context_rope)
         v_block, v_context = v_block.to(q.dtype), v_context.to(q.dtype)
-        outputs = [
-            block_attention(
-                q[s.anchors[0] : s.anchors[1]],
-                k_block[s.anchors[0] : s.anchors[1]],
-                v_block[s.anchors[0] : s.anchors[1]],
-                k_context[s.context[0] : s.context[1]],
-                v_context[s.context[0] : s.context[1]],
-                s.mask,
-            )
-            for s in segments
-        ]
-        out: Tensor = self.o_proj(torch.cat(outputs, dim=0))
+        out: Tensor = self.o_proj(self.attend(q, k_block, v_block, k_context, v_context, segments))
         return out
 
 

@@ -1,7 +1,8 @@
 """Train the drafter.    python -m stages.train
 
 Writes outputs/train/drafter/ (weights, config, the confidence head's calibration, manifest) and outputs/train/metrics.json. Checkpoints of an unfinished
-run live in outputs/train/work/<key>/, where the key covers everything that the weights depend on.
+run live in outputs/train/work/<key>/, where the key covers everything that the weights depend on. With train.ranks above 1 it
+starts its own ranks, or is one that torchrun has started.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ from stages.dataset import TokenSample, read_split
 from stages.drafters.algorithms import ALGORITHMS, Target
 from stages.drafters.calibration import CALIBRATION_FILE
 from stages.errors import DraftlineError
-from stages.hidden_states.source import States, open_states
+from stages.hidden_states.source import States, mode_of, open_states
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.store import verifier_directory
 from stages.params import Params
 from stages.process import OUTPUTS, stage_main
+from stages.train.acceleration import require_possible
 from stages.train.calibrate import calibrate
 from stages.train.data import TrainingSet, choose_draft_vocabulary
+from stages.train.launch import launch
 from stages.train.loop import check, set_threads, train
 from stages.train.objectives import OBJECTIVES
 from stages.train.precision import product_dtype
+from stages.train.ranks import Ranks, joined, launched, leads, require_started_as_set
 from stages.train.tracking import tracked
 
 FINAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+HARDWARE = ("ranks", "parallel", "accumulation", "activation_checkpointing", "compile", "attention")
+"""Knobs of how a step is divided and computed."""
 
 
 def check_mask_token(samples: list[TokenSample], mask_token_id: int) -> None:
@@ -49,16 +55,33 @@ def round_parameters(drafter: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def run(params: Params, output: Path) -> None:
+    """Train in this process, or, where params ask for several ranks and this is none of them, in as many others."""
+    ranks = params.train.ranks
+    if ALGORITHMS[params.drafter.algorithm].create is None:
+        if leads():
+            write_untrained(read_identity(), params, output)
+        return
+    require_started_as_set(params.train)
+    require_possible(params.train, params.drafter.algorithm)
+    if ranks > 1 and (mode := mode_of(OUTPUTS / "extract" / "manifest.json")) != "offline":
+        raise DraftlineError(
+            f"params.yaml: train.ranks = {ranks}: with extraction.mode = {mode!r} one process reads the stream; set train.ranks 1, or extraction.mode offline"
+        )
+    if ranks > 1 and not launched():
+        launch(ranks)
+        return
+    with joined(params.train) as joint:
+        run_rank(params, output, joint)
+
+
+def run_rank(params: Params, output: Path, ranks: Ranks) -> None:
     identity = read_identity()
     directory = verifier_directory(identity)
     samples = read_split(OUTPUTS / "prepare", "train")
     held_out = read_split(OUTPUTS / "prepare", "validation")
-    if ALGORITHMS[params.drafter.algorithm].create is None:
-        write_untrained(identity, params, output)
-        return
     tokens = {sample.id: sample.input_ids for sample in [*samples, *held_out]}
     with open_states(OUTPUTS / "extract" / "manifest.json", identity.digest, directory, tokens, output) as states:
-        train_on(states, samples, held_out, identity, params, output)
+        train_on(states, samples, held_out, identity, params, output, ranks)
 
 
 def write_untrained(identity: VerifierIdentity, params: Params, output: Path) -> None:
@@ -73,8 +96,10 @@ def write_untrained(identity: VerifierIdentity, params: Params, output: Path) ->
     print(f"train: {config.algorithm} has nothing to train")
 
 
-def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSample], identity: VerifierIdentity, params: Params, output: Path) -> None:
-    """Train on the hidden states of the two splits and write the finished drafter."""
+def train_on(
+    states: States, samples: list[TokenSample], held_out: list[TokenSample], identity: VerifierIdentity, params: Params, output: Path, ranks: Ranks
+) -> None:
+    """Train on the hidden states of the two splits; the leader writes the finished drafter."""
     algorithm = ALGORITHMS[params.drafter.algorithm]
     directory = verifier_directory(identity)
     target = Target(identity, directory, read_json(directory / "config.json"), list(states.plan.layer_ids[:-1]))
@@ -89,12 +114,13 @@ def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSam
     # A drafter that taps no layer gets the states of the first one, and does not look at them.
     tapped = config.layer_ids or target.layer_ids[:1]
     first = OBJECTIVES[config.algorithm].first_anchor
-    data = TrainingSet(samples, states, frozen, draft_ids, dtype, tapped, first)
-    validation = TrainingSet(held_out, states, frozen, draft_ids, dtype, tapped, first) if held_out else None
+    data = TrainingSet(samples, states, frozen, draft_ids, dtype, tapped, first, ranks.device)
+    validation = TrainingSet(held_out, states, frozen, draft_ids, dtype, tapped, first, ranks.device) if held_out else None
     torch.manual_seed(params.train.seed)
-    drafter = algorithm.create(config, frozen, draft_ids, target)
-    # Everything that the weights depend on; cadence of checkpoints and validations does not change them, nor how the states travel.
-    settings = params.train.model_dump(exclude={"checkpoint_every", "validation_every", "validation_samples", "threads"})
+    drafter = algorithm.create(config, frozen, draft_ids, target).to(ranks.device)
+    # Everything that the weights depend on; cadence of checkpoints and validations does not change them, nor how the states travel,
+    # nor how a step's work is divided and computed (but for the order of sums): a training can go on on other hardware.
+    settings = params.train.model_dump(exclude={"checkpoint_every", "validation_every", "validation_samples", "threads", *HARDWARE})
     depends = {
         "drafter": config.model_dump(),
         "train": settings,
@@ -105,8 +131,11 @@ def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSam
     }
     work = output / "work" / digest_json(depends)[:16]
     knobs = {"drafter": params.drafter.model_dump(), "train": params.train.model_dump()}
+    if not ranks.leader:
+        train(drafter, data, validation, params.train, work, lambda metrics, step: None, ranks)
+        return
     with tracked(params.mlflow, f"train {config.algorithm}", knobs, {"verifier": identity.digest, "drafter": config.algorithm}) as log:
-        train(drafter, data, validation, params.train, work, log)
+        train(drafter, data, validation, params.train, work, log, ranks)
         # The finished weights are the rounded ones: metrics and everything after this stage speak of the same numbers.
         round_parameters(drafter, FINAL_DTYPES[params.drafter.dtype])
         metrics = check(drafter, validation, params.train) if validation is not None else {}
@@ -124,4 +153,4 @@ def train_on(states: States, samples: list[TokenSample], held_out: list[TokenSam
 
 
 if __name__ == "__main__":
-    raise SystemExit(stage_main("train", run))
+    raise SystemExit(stage_main("train", run, alone=leads()))

@@ -50,12 +50,12 @@ def _drafted(drafter: Drafter, batch: Batch, dtype: torch.dtype) -> tuple[Tensor
     step = max(1, rows_per_chunk(len(drafter.head)) // drafter.config.draft_tokens)
     tokens, confidence = [], []
     for anchors, positions in zip(torch.split(blocks.anchor_tokens, step), torch.split(blocks.anchor_positions, step), strict=True):
-        with autocast(dtype):
+        with autocast(dtype, anchors.device):
             drafts = greedy_drafts(drafter, blocks.context, anchors, positions)
         assert drafts.confidence is not None
         tokens.append(drafts.tokens)
         confidence.append(drafts.confidence)
-    return torch.cat(tokens), torch.cat(confidence)
+    return torch.cat(tokens).cpu(), torch.cat(confidence).cpu()
 
 
 @torch.no_grad()
@@ -64,9 +64,9 @@ def _most_likely(data: TrainingSet, batch: Batch) -> Tensor:
     head = data.head if data.full_head is None else data.full_head
     states = batch.targets.states
     best = torch.cat([(chunk.to(head.dtype) @ head.T).argmax(dim=-1) for chunk in torch.split(states, rows_per_chunk(len(head)))])
-    out = torch.full(batch.slots.shape, -1, dtype=best.dtype)
+    out = torch.full(batch.slots.shape, -1, dtype=best.dtype, device=best.device)
     out[batch.slots] = best[batch.targets.rows]
-    return out
+    return out.cpu()
 
 
 @torch.no_grad()
@@ -78,14 +78,15 @@ def judged_blocks(drafter: Drafter, data: TrainingSet, index: int, params: Train
         return None
     out = objective(drafter, data.head, batch, params.loss, dtype)
     assert out.confidence is not None
-    along_text = torch.zeros(batch.slots.shape)
-    along_text[batch.slots] = out.confidence
-    rates = torch.full(batch.slots.shape, float("nan"))
-    rates[batch.slots] = (1.0 - 0.5 * out.l1).clamp(0.0, 1.0).float()
+    slots, previous = batch.slots.cpu(), batch.previous.cpu()
+    along_text = torch.zeros(slots.shape)
+    along_text[slots] = out.confidence.cpu()
+    rates = torch.full(slots.shape, float("nan"))
+    rates[slots] = (1.0 - 0.5 * out.l1).clamp(0.0, 1.0).float().cpu()
     drafts, confidence = _drafted(drafter, batch, dtype)
     # The text's token of a slot is the one before the next slot; that of the last slot is never asked for.
-    text = torch.cat([batch.previous[:, 1:], torch.full_like(batch.previous[:, :1], -1)], dim=1)
-    survived = greedy_outcomes(drafts, _most_likely(data, batch), text, batch.slots)
+    text = torch.cat([previous[:, 1:], torch.full_like(previous[:, :1], -1)], dim=1)
+    survived = greedy_outcomes(drafts, _most_likely(data, batch), text, slots)
     return {"greedy": (logit(confidence), survived), "sampling": (along_text, rates.double().cumprod(dim=1))}
 
 

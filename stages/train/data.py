@@ -1,10 +1,11 @@
-"""Training samples: tokens and masks from `prepare`, hidden states from a dump or a stream, packed into one step's batch."""
+"""Training samples: tokens and masks from `prepare`, hidden states from a dump or a stream, packed into batches."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from stages.hidden_states.source import States
 from stages.pairing.frozen import FrozenVerifier
 from stages.train.anchors import choose, generator
 from stages.train.losses import Targets, log_normalisers
+from stages.train.ranks import CPU
+from stages.train.shares import SLOT_COST
 
 
 def choose_draft_vocabulary(samples: Iterable[TokenSample], size: int, vocab_size: int, always: Iterable[int]) -> Tensor:
@@ -53,6 +56,7 @@ class TrainingSet:
         samples: those with at least one anchor.
         layer_ids: tapped layers of the drafter, some of the extracted ones; None: all.
         first_anchor: earliest position that can be an anchor.
+        device: where batches and output heads are.
         log_z: per sample id, `[T]` log-normalisers of the verifier over all `V`, made on first use; at most `LOG_Z_TOKENS`.
     """
 
@@ -63,26 +67,33 @@ class TrainingSet:
     dtype: torch.dtype
     layer_ids: list[int] | None = None
     first_anchor: int = 0
+    device: torch.device = CPU
     log_z: dict[str, Tensor] = field(default_factory=dict)
     log_z_tokens: int = 0
 
     def __post_init__(self) -> None:
         present = set(self.states.ids)
-        self.samples = [sample for sample in self.samples if any(sample.loss_mask[1 + self.first_anchor :])]
+        candidates = [sum(sample.loss_mask[1 + self.first_anchor :]) for sample in self.samples]
+        self.samples = [sample for sample, count in zip(self.samples, candidates, strict=True) if count]
+        self.candidates = [count for count in candidates if count]
         if not any(sample.id in present for sample in self.samples):
             raise DraftlineError("outputs/extract: no sample of this split has hidden states and a supervised token; run dvc repro extract")
         extracted = list(self.states.plan.layer_ids[:-1]) if self.layer_ids is not None else []
         self.columns = None if self.layer_ids in (None, extracted) else [extracted.index(layer) for layer in self.layer_ids or []]
         vocab_size = len(self.frozen.embedding)
         self.head = self.frozen.lm_head if self.draft_ids is None else self.frozen.lm_head[self.draft_ids]
-        self.head = self.head.to(self.dtype).contiguous()
-        self.full_head = self.frozen.lm_head.to(self.dtype) if self.draft_ids is not None else None
+        self.head = self.head.to(self.device, self.dtype).contiguous()
+        self.full_head = self.frozen.lm_head.to(self.device, self.dtype) if self.draft_ids is not None else None
         self.draft_index = torch.full((vocab_size,), -1, dtype=torch.int64)
         ids = torch.arange(vocab_size) if self.draft_ids is None else self.draft_ids
         self.draft_index[ids] = torch.arange(len(ids))
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def cost(self, index: int, anchors: int, draft_tokens: int) -> float:
+        """About how much a sample takes to train on, in tokens of context."""
+        return len(self.samples[index].input_ids) + SLOT_COST * draft_tokens * min(anchors, self.candidates[index])
 
     def _normalisers(self, sample: TokenSample, states: Tensor) -> Tensor | None:
         """`[T]` log-normalisers where the next token is supervised, 0 elsewhere; None for the full vocabulary.
@@ -95,7 +106,7 @@ class TrainingSet:
             return self.log_z[sample.id]
         rows = torch.from_numpy(np.flatnonzero(np.asarray(sample.loss_mask[1:], dtype=bool)))
         out = torch.zeros(len(states))
-        out[rows] = log_normalisers(states[rows], self.full_head)
+        out[rows] = log_normalisers(states[rows].to(self.device), self.full_head).to(out.device)
         if self.log_z_tokens + len(out) <= LOG_Z_TOKENS:
             self.log_z[sample.id] = out
             self.log_z_tokens += len(out)
@@ -104,11 +115,12 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's input.
+    """One step's input, or a part of one.
 
     Attributes:
         tokens: the ids of each whole sequence. previous: `[A, K]` the token before each slot, the anchor first.
         slots: `[A, K]` bool: which of the blocks' slots count; targets are of the counted ones.
+        weight: sum of the slots' weights before they were divided by it.
     """
 
     blocks: Blocks
@@ -116,11 +128,35 @@ class Batch:
     previous: Tensor
     slots: Tensor
     targets: Targets
+    weight: float
 
     @property
     def positions(self) -> Tensor:
         """`[N]` block position k of each counted slot."""
         return torch.nonzero(self.slots)[:, 1]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch, or what it is made of, with all tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [moved(item, device) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: moved(getattr(value, part.name), device) for part in fields(value)})
+    return value
+
+
+def blank_batch(data: TrainingSet, layers: int, draft_tokens: int) -> Batch:
+    """One block after one token, all zeros: for a rank that has no sample, and must compute as long as the others do."""
+    zeros = torch.zeros(2, dtype=torch.int64)
+    width = data.frozen.embedding.shape[1]
+    anchor = torch.ones(1, dtype=torch.int64)
+    slots = torch.arange(draft_tokens)[None] == 0
+    blocks = Blocks(torch.zeros(1, layers * width, dtype=data.dtype), zeros[:1], zeros[:1], anchor, make_segments([1], [anchor]))
+    targets = Targets(torch.zeros(1, width, dtype=data.dtype), None if data.full_head is None else torch.zeros(1), zeros[:1], zeros[:1], torch.ones(1))
+    batch: Batch = moved(Batch(blocks, [zeros], zeros[:1, None].expand(1, draft_tokens), slots, targets, 0.0), data.device)
+    return batch
 
 
 def slot_weights(draft_tokens: int, gamma: float) -> Tensor:
@@ -170,13 +206,16 @@ def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int,
         return None
     counted = torch.cat(slots)
     weights = slot_weights(draft_tokens, gamma).expand(counted.shape)[counted]
-    return Batch(
+    total = weights.sum()
+    batch = Batch(
         blocks=Blocks(torch.cat(contexts), torch.cat(context_positions), torch.cat(anchor_tokens), torch.cat(all_anchors), make_segments(lengths, all_anchors)),
         tokens=sequences,
         previous=torch.cat(previous),
         slots=counted,
-        targets=Targets(torch.cat(states), torch.cat(normalisers) if normalisers else None, torch.cat(rows), torch.cat(labels), weights / weights.sum()),
+        targets=Targets(torch.cat(states), torch.cat(normalisers) if normalisers else None, torch.cat(rows), torch.cat(labels), weights / total),
+        weight=total.item(),
     )
+    return batch if data.device == CPU else moved(batch, data.device)
 
 
 def _anchors(sample: TokenSample, count: int, draft_tokens: int, key: tuple[object, ...], first: int) -> tuple[Tensor, Tensor]:

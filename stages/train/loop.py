@@ -1,7 +1,8 @@
 """The optimizer loop: linear warm-up, cosine decay, exact resume.
 
 Step s uses samples, anchors and learning rate that are functions of s alone, so a run that was killed and resumed
-gives the weights of an undisturbed one, bit for bit on a CPU with the same number of threads.
+gives the weights of an undisturbed one, bit for bit on a CPU with the same number of threads. Ranks and accumulation divide a
+step's samples; its loss and gradient stay those of all of them, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from stages.errors import DraftlineError
@@ -21,11 +23,16 @@ from stages.hidden_states.source import expect, step_made, stream_metrics
 from stages.hidden_states.stream import StreamError
 from stages.params import Train
 from stages.train import state
-from stages.train.data import TrainingSet, make_batch, sample_order
+from stages.train.acceleration import accelerate
+from stages.train.data import Batch, TrainingSet, blank_batch, make_batch, sample_order
 from stages.train.model_step import objective, validate
 from stages.train.objectives import TrainedDrafter, batch_shape, has_confidence
 from stages.train.optimizer import make_optimizers
+from stages.train.parallel import Step, gather, shared, summing, trained_copy
 from stages.train.precision import product_dtype
+from stages.train.ranks import ALONE, Ranks
+from stages.train.shards import local
+from stages.train.shares import share
 from stages.train.tracking import Log
 
 LOG_EVERY = 10
@@ -52,10 +59,10 @@ def learning_rate(step: int, params: Train) -> float:
 
 
 def set_threads(threads: int | None) -> int:
-    """Fix the number of threads, so that sums have one order; returns it."""
-    count = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(count)
-    return count
+    """Fix the number of threads, so that sums have one order; the ranks of a node share its cores. Returns the number of one rank alone."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return threads or cores
 
 
 def require_finite(made: list[Progress], params: Train, drafter: TrainedDrafter | None = None) -> None:
@@ -65,7 +72,7 @@ def require_finite(made: list[Progress], params: Train, drafter: TrainedDrafter 
         DraftlineError: the loss of a step in `made`, or a weight of `drafter` after the last of them, is not finite.
     """
     what = next((f"the loss of step {progress.step + 1} is {progress.loss}" for progress in made if not math.isfinite(progress.loss)), None)
-    if what is None and drafter is not None and not all(bool(parameter.isfinite().all()) for parameter in drafter.parameters()):
+    if what is None and drafter is not None and not all(bool(local(parameter).isfinite().all()) for parameter in drafter.parameters()):
         what = f"weights are not finite after step {made[-1].step + 1}"
     if what is not None:
         raise DraftlineError(f"params.yaml: train.learning_rate = {params.learning_rate}: training diverged, {what}; lower it")
@@ -86,9 +93,31 @@ def reading_order(
         yield from held_out[:CALIBRATION_SAMPLES]
 
 
-def train(drafter: TrainedDrafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log) -> list[Progress]:
+def backward(step: torch.nn.Module, batches: list[Batch | None], blank: Batch, total: float) -> float:
+    """Gradient of this rank's share of a step, summed over the ranks.
+
+    Args:
+        batches: the parts of its share; `blank` stands for None, and counts nothing.
+        total: sum of the weights of the step's slots, on all ranks.
+    Returns:
+        The share's loss; the step's is the sum over the ranks.
+    """
+    out = 0.0
+    for place, batch in enumerate(batches):
+        with summing(step, last=place == len(batches) - 1):
+            loss: Tensor = step(batch or blank) * ((batch.weight if batch else 0.0) / total)
+            loss.backward()  # type: ignore[no-untyped-call]
+        out += loss.item()
+    return out
+
+
+def train(
+    drafter: TrainedDrafter, data: TrainingSet, validation: TrainingSet | None, params: Train, work: Path, log: Log, ranks: Ranks = ALONE
+) -> list[Progress]:
     """Train `drafter` in place from the newest checkpoint in `work` (or from its initial weights) to the last step.
 
+    Args:
+        ranks: this process among others that call it with the same arguments. Only the leader validates, logs and writes.
     Returns:
         The steps made by this call (one without a usable sample is none).
     Raises:
@@ -97,59 +126,71 @@ def train(drafter: TrainedDrafter, data: TrainingSet, validation: TrainingSet | 
     """
     dtype = product_dtype(params.precision)
     anchors, k = batch_shape(drafter, params.anchors_per_sequence)
-    optimizers = make_optimizers(drafter, params)
+    order = [
+        share([data.cost(index, anchors, k) for index in indices], indices, ranks.rank, ranks.count, params.accumulation)
+        for indices in sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
+    ]
+    blank = blank_batch(data, len(drafter.config.layer_ids), k)
+    trained = trained_copy(drafter, ranks)
+    accelerate(trained, params)
+    step_module = shared(Step(trained, lambda model, batch: objective(model, data.head, batch, params.loss, dtype).loss), ranks)
+    optimizers = make_optimizers(trained, params)
     work.mkdir(parents=True, exist_ok=True)
-    start = state.restore(work, drafter, optimizers)
-    order = sample_order(len(data), params.sequences_per_step, params.steps, params.seed)
-    expect(data.states, reading_order(data, validation, params, order, start, has_confidence(drafter)))
+    start = state.restore(work, trained, optimizers)
+    read = [[index for part in parts for index in part] for parts in order]
+    expect(data.states, reading_order(data, validation, params, read, start, has_confidence(drafter)))
     made: list[Progress] = []
     done = start
     drafter.train()
+    trained.train()
     try:
-        with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0) as bar:
+        with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0, disable=not ranks.leader) as bar:
             for step in range(start, params.steps):
                 rate = learning_rate(step, params)
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] = rate
-                batch = make_batch(data, order[step], anchors, k, params.decay_gamma, ("train", params.seed, step))
-                if batch is not None:
+                batches = [make_batch(data, part, anchors, k, params.decay_gamma, ("train", params.seed, step)) for part in order[step]]
+                total, slots = ranks.sums(sum(batch.weight for batch in batches if batch), sum(len(batch.positions) for batch in batches if batch))
+                if total:
                     began = time.monotonic()
-                    out = objective(drafter, data.head, batch, params.loss, dtype)
-                    drafter.zero_grad(set_to_none=True)
-                    out.loss.backward()  # type: ignore[no-untyped-call]
-                    torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.grad_clip)
+                    trained.zero_grad(set_to_none=True)
+                    (loss,) = ranks.sums(backward(step_module, batches, blank, total))
+                    torch.nn.utils.clip_grad_norm_(trained.parameters(), params.grad_clip)
                     for optimizer in optimizers:
                         optimizer.step()
-                    made.append(Progress(step, out.loss.item(), rate))
+                    made.append(Progress(step, loss, rate))
                 bar.update()
                 done = step + 1
-                if batch is not None:
+                if total:
                     step_made(data.states, time.monotonic() - began)
                 recent = made[-LOG_EVERY:]
                 if recent and (done % LOG_EVERY == 0 or done == params.steps):
                     require_finite(recent, params)
                     values = {"loss": sum(p.loss for p in recent) / len(recent), "learning_rate": rate} | stream_metrics(data.states)
-                    if batch is not None:
-                        values["slots"] = float(len(batch.positions))
+                    if total:
+                        values["slots"] = float(slots)
                     elapsed = bar.format_dict["elapsed"]
                     if elapsed:
                         values["steps_per_second"] = (done - start) / elapsed
                     bar.set_postfix(loss=f"{values['loss']:.3f}")
                     log(values, done)
                 if validation is not None and done % params.validation_every == 0 and done < params.steps:
-                    log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
+                    gather(trained, drafter)
+                    if ranks.leader:
+                        log({f"validation.{name}": value for name, value in check(drafter, validation, params).items()}, done)
                     drafter.train()
                 if done % params.checkpoint_every == 0 or done == params.steps:
                     if recent:
-                        require_finite(recent, params, drafter)
+                        require_finite(recent, params, trained)
                     # The last one too: what follows may still wait for hidden states.
-                    state.save(work, done, drafter, optimizers)
+                    state.save(work, done, trained, optimizers, ranks.leader)
     except StreamError as error:
         if done > start:
-            require_finite(made[-LOG_EVERY:], params, drafter)
-            state.save(work, done, drafter, optimizers)
+            require_finite(made[-LOG_EVERY:], params, trained)
+            state.save(work, done, trained, optimizers, ranks.leader)
         kept = f"the checkpoint of step {done} is kept, run again to go on from there" if done else "no step is made yet, run again to begin"
         raise StreamError(f"{error}; {kept}") from error
+    gather(trained, drafter)
     drafter.eval()
     return made
 

@@ -17,8 +17,8 @@ from stages.train.objectives import OBJECTIVES, TrainedDrafter
 CALIBRATION_BINS = 10
 
 
-def autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
+def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StepOutput:
 
 def objective(drafter: TrainedDrafter, head: Tensor, batch: Batch, weights: LossWeights, dtype: torch.dtype) -> StepOutput:
     """The three weighted losses of a batch; the matrix products run in `dtype`, the sums in fp32."""
-    with autocast(dtype):
+    with autocast(dtype, head.device):
         slots = OBJECTIVES[drafter.config.algorithm].slots(drafter, batch)
     loss, l1 = vocabulary_loss(slots.hidden.to(dtype), slots.features, slots.w2, head, batch.targets, weights.ce, weights.tv)
     confidence = slots.confidence
@@ -73,15 +73,17 @@ def validate(
             continue
         out = objective(drafter, data.head, batch, weights, dtype)
         losses.append(out.loss.item())
-        rate = (1.0 - 0.5 * out.l1).clamp(0.0, 1.0)
-        totals.index_add_(0, batch.positions, rate.double())
-        counts.index_add_(0, batch.positions, torch.ones_like(rate, dtype=torch.float64))
-        table = torch.zeros(batch.slots.shape)
-        table[batch.slots] = rate.float()
+        rate = (1.0 - 0.5 * out.l1).clamp(0.0, 1.0).cpu()
+        slots = batch.slots.cpu()
+        positions = torch.nonzero(slots)[:, 1]
+        totals.index_add_(0, positions, rate.double())
+        counts.index_add_(0, positions, torch.ones_like(rate, dtype=torch.float64))
+        table = torch.zeros(slots.shape)
+        table[slots] = rate.float()
         lengths += (1.0 + table.cumprod(dim=1).sum(dim=1)).sum().item()
         blocks += len(table)
         if out.confidence is not None:
-            predicted.append(torch.sigmoid(out.confidence))
+            predicted.append(torch.sigmoid(out.confidence).cpu())
             survived.append(rate.float())
     if not losses:
         return {}

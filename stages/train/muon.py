@@ -2,6 +2,9 @@
 
 The same steps as `torch.optim.Muon` (in bf16 bit for bit), whose products always run in bf16: a processor without bf16
 instructions takes a hundred times as long for those as for fp32.
+
+Only whole matrices can be orthogonalised: of one that is divided among ranks each gathers the momentum, orthogonalises all of it
+and keeps its own rows of the result, so that the update is that of one rank. Momentum itself stays divided.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stages.train.shards import divided_like, whole
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -54,6 +59,6 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 buffer = state["momentum_buffer"]
                 buffer.lerp_(parameter.grad, 1 - MOMENTUM)
-                update = orthogonalise(parameter.grad.lerp(buffer, MOMENTUM), self._dtype)
+                update = divided_like(orthogonalise(whole(parameter.grad.lerp(buffer, MOMENTUM)), self._dtype), parameter)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))

@@ -149,14 +149,14 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "outputs" / "train").glob("work/*/step-*.pt"))
 
 
-def reach(process: Process, step: int) -> None:
+def reach(process: Process, step: int, seconds: float = 60.0) -> None:
     """Wait until a training has made a checkpoint of `step` or a later one."""
 
     def reached() -> bool:
         assert process.process.poll() is None, process.finish(1)[1]
         return max(checkpoints(process.folder), default=0) >= step
 
-    wait_for(f"step {step}", reached)
+    wait_for(f"step {step}", reached, seconds)
 
 
 def weights(folder: Path) -> str:
