@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +73,55 @@ def split_file(prepared: Path, split: str) -> Path:
     return prepared / split / "samples.parquet"
 
 
+class SplitWriter:
+    """Takes samples as tables (`SCHEMA`) of any length; writes them `ROWS_PER_GROUP` at a time."""
+
+    def __init__(self, writer: pq.ParquetWriter) -> None:
+        self._writer = writer
+        self._waiting: list[pa.Table] = []
+        self._rows = 0
+        self.count = 0
+
+    def add(self, table: pa.Table) -> None:
+        self._waiting.append(table)
+        self._rows += table.num_rows
+        self.count += table.num_rows
+        while self._rows >= ROWS_PER_GROUP:
+            self._write(ROWS_PER_GROUP)
+
+    def finish(self) -> None:
+        if self._rows:
+            self._write(self._rows)
+
+    def _write(self, rows: int) -> None:
+        together = pa.concat_tables(self._waiting)
+        # In one piece: the bytes of a row group then depend on its rows alone.
+        self._writer.write_table(together.slice(0, rows).combine_chunks())
+        self._rows -= rows
+        self._waiting = [together.slice(rows)] if self._rows else []
+
+
+@contextmanager
+def split_writer(prepared: Path, split: str) -> Iterator[SplitWriter]:
+    """Writes one split; the file is final when the block ends well."""
+    with atomic_path(split_file(prepared, split)) as temporary, pq.ParquetWriter(temporary, SCHEMA) as parquet:
+        writer = SplitWriter(parquet)
+        yield writer
+        writer.finish()
+
+
 def write_split(prepared: Path, split: str, samples: Iterable[TokenSample]) -> int:
     """Write one split atomically, `ROWS_PER_GROUP` samples in memory at a time; returns the number written."""
-    count = 0
-    with atomic_path(split_file(prepared, split)) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
-        group: list[TokenSample] = []
-        for sample in samples:
-            group.append(sample)
-            count += 1
-            if len(group) == ROWS_PER_GROUP:
-                writer.write_table(_table(group))
-                group = []
-        if group:
-            writer.write_table(_table(group))
-    return count
+    rest = iter(samples)
+    with split_writer(prepared, split) as writer:
+        while group := list(islice(rest, ROWS_PER_GROUP)):
+            writer.add(_table(group))
+    return writer.count
+
+
+def messages_text(messages: list[dict[str, Any]]) -> str:
+    """How `messages` stand in a file."""
+    return json.dumps(messages, ensure_ascii=False)
 
 
 def _table(samples: list[TokenSample]) -> pa.Table:
@@ -96,7 +133,7 @@ def _table(samples: list[TokenSample]) -> pa.Table:
             "loss_mask": [s.loss_mask for s in samples],
             "prompt_length": [s.prompt_length for s in samples],
             "turns": [s.turns for s in samples],
-            "messages": [json.dumps(s.messages, ensure_ascii=False) for s in samples],
+            "messages": [messages_text(s.messages) for s in samples],
         },
         schema=SCHEMA,
     )

@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts import sha256_bytes
-from stages.prepare.rows import DroppedRowError, Message, PrepareError, asked_before
+from stages.prepare.lines import PrepareError
+from stages.prepare.pieces import direct_encoder
+from stages.prepare.rows import DroppedRowError, Message, asked_before
 
 TODAY = datetime(2026, 1, 1)
 """What templates that print the date are told: the same inputs must give the same data set on any day."""
@@ -105,7 +107,9 @@ class Chat:
             raise PrepareError(f"{directory}: none of the verifier's chat templates ({names}) is called default, which is the one that it serves") from None
         self.eos = frozenset(eos_token_ids)
         self.special = frozenset(self.tokenizer.all_special_ids)
-        self.encode = lru_cache(maxsize=256)(self._encode)
+        self.encode = lru_cache(maxsize=256)(direct_encoder(self.tokenizer) or self._encode)
+        """Token ids of a rendered text. The list is cached: do not change it."""
+        self._marks = self._template_marks()
 
     @property
     def template_name(self) -> str:
@@ -113,8 +117,14 @@ class Chat:
         first = self.template.strip().split("\n", 1)[0]
         return f"chat template {sha256_bytes(self.template.encode('utf-8'))[:12]} ({first[:80]}{'…' if len(first) > 80 else ''})"
 
+    def _template_marks(self) -> dict[str, Any] | None:
+        """What transformers tells every template, or None where the tokenizer renders in a way of its own."""
+        from transformers import PreTrainedTokenizerBase
+
+        own = type(self.tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        return None if own else {**self.tokenizer.special_tokens_map, "strftime_now": TODAY.strftime}
+
     def _encode(self, text: str) -> list[int]:
-        """Token ids of a rendered text. The list is cached: do not change it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
@@ -129,8 +139,16 @@ class Chat:
         Raises:
             DroppedRowError: the template refuses these messages.
         """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        text: str
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime)
+            if self._marks is None or tools is not None:
+                text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime)
+            else:
+                # What apply_chat_template comes down to; it looks up the template and the marks anew each time.
+                texts, _ = render_jinja_template([messages], chat_template=self.template, add_generation_prompt=prompt, **self._marks)
+                text = texts[0]
         except Exception as error:
             # Templates are the user's programs: raise_exception() is the polite refusal, a TypeError the usual one.
             raise DroppedRowError(f"refused by the template: {_one_line(error)}") from None
@@ -153,8 +171,12 @@ class Chat:
         """What the verifier decodes the next assistant turn from."""
         return self.encode(self.render(messages, tools, prompt=True))
 
-    def check(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> None:
-        """Drop what the template would leave out without a word: messages of rare roles, calls of tools."""
+    def check(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """The template's text, where it leaves nothing out without a word: messages of rare roles, calls of tools.
+
+        Raises:
+            DroppedRowError: it refuses these messages, or leaves something out.
+        """
         whole = self.render(messages, tools)
         for role in {message["role"] for message in messages} - {"user", "assistant", "system"}:
             other = [{**message, "content": message["content"] + " x"} if message["role"] == role else message for message in messages]
@@ -168,10 +190,13 @@ class Chat:
                 ignored = False
             if ignored:
                 raise DroppedRowError("the template leaves out tool calls")
+        return whole
 
-    def tokens(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Tokens:
+    def tokens(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, whole: str | None = None) -> Tokens:
         """A conversation whose answers are all known, ending with an assistant turn.
 
+        Args:
+            whole: `render(messages, tools)`, where it is known.
         Raises:
             DroppedRowError: the template refuses it, loses an answer, or an assistant turn is empty.
         """
@@ -184,7 +209,7 @@ class Chat:
                 continue
             turns += 1
             prompt = self.render(messages[:index], tools, prompt=True)
-            answered = self.render(messages[: index + 1], tools)
+            answered = whole if whole is not None and index + 1 == len(messages) else self.render(messages[: index + 1], tools)
             if not answered.startswith(prompt):
                 raise DroppedRowError(SPLIT_BY_TEMPLATE)
             if not prompt.startswith(text):
