@@ -19,7 +19,7 @@ What is tokenised, and why:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -109,7 +109,7 @@ class Chat:
         self.special = frozenset(self.tokenizer.all_special_ids)
         self.encode = lru_cache(maxsize=256)(direct_encoder(self.tokenizer) or self._encode)
         """Token ids of a rendered text. The list is cached: do not change it."""
-        self._marks = self._template_marks()
+        self._renderer = self._direct_renderer()
 
     @property
     def template_name(self) -> str:
@@ -117,12 +117,28 @@ class Chat:
         first = self.template.strip().split("\n", 1)[0]
         return f"chat template {sha256_bytes(self.template.encode('utf-8'))[:12]} ({first[:80]}{'…' if len(first) > 80 else ''})"
 
-    def _template_marks(self) -> dict[str, Any] | None:
-        """What transformers tells every template, or None where the tokenizer renders in a way of its own."""
-        from transformers import PreTrainedTokenizerBase
+    def _direct_renderer(self) -> Callable[[list[Message], bool], str] | None:
+        """What `apply_chat_template(messages, add_generation_prompt=prompt)` comes down to, or None where a tokenizer has its own.
 
-        own = type(self.tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-        return None if own else {**self.tokenizer.special_tokens_map, "strftime_now": TODAY.strftime}
+        It takes the compiled template from the same place, and gives it the same names, put together once.
+        """
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        if type(self.tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return None
+        try:
+            compiled = _compile_jinja_template(self.template)
+        except Exception:  # an error of the template's: rendering reports it
+            return None
+        environment = compiled.environment
+        names = {**compiled.globals, **self.tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, "tools": None, "documents": None}
+
+        def render(messages: list[Message], prompt: bool) -> str:
+            given = {**names, "messages": messages, "add_generation_prompt": prompt}
+            return "".join(compiled.root_render_func(environment.context_class(environment, given, compiled.name, compiled.blocks)))
+
+        return render
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -139,16 +155,10 @@ class Chat:
         Raises:
             DroppedRowError: the template refuses these messages.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        text: str
         try:
-            if self._marks is None or tools is not None:
-                text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime)
-            else:
-                # What apply_chat_template comes down to; it looks up the template and the marks anew each time.
-                texts, _ = render_jinja_template([messages], chat_template=self.template, add_generation_prompt=prompt, **self._marks)
-                text = texts[0]
+            if self._renderer is not None and tools is None and messages:
+                return self._renderer(messages, prompt)
+            text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime)
         except Exception as error:
             # Templates are the user's programs: raise_exception() is the polite refusal, a TypeError the usual one.
             raise DroppedRowError(f"refused by the template: {_one_line(error)}") from None

@@ -49,6 +49,10 @@ ASKING = ("user", "tool", "function")
 """Roles that an assistant answers."""
 
 
+UNUSUAL, HUGE = ("\\u", "NaN", "Infinity"), re.compile(r"[0-9](?:[eE]|[0-9]{299})")
+"""Without these a line that is JSON holds neither half a surrogate pair nor a number that is none."""
+
+
 class BrokenLineError(PrepareError):
     """A line of a file is not a row."""
 
@@ -122,6 +126,8 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise ValueError("not JSON that can be read: nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"a row must be a JSON object, this is a {type(record).__name__}")
+    if not any(word in text for word in UNUSUAL) and HUGE.search(text) is None:
+        return record
     try:
         json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError:
