@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from stages.prepare import chat as chat_module
 from stages.prepare.chat import Chat, cut
-from stages.prepare.rows import DroppedRowError, Message, PrepareError, Tally, read_rows
+from stages.prepare.lines import PrepareError
+from stages.prepare.rows import DroppedRowError, Message, Tally
 from tests.pairing.edits import edit_json
 from tests.paths import shared
+from tests.prepare.project import read_rows
 from tests.prepare.templates import DATED, DEAF, INST, LLAMA3, OPENS_THINKING, PLAIN, THINKING, chat_with
 from tests.tiny import CHATML, EOS_TOKEN_ID
 
