@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     return next((place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second)))
 
 
+def common_ending(first: str, second: str, guess: str = "") -> str:
+    """The characters that both texts end with; `guess` is tried first."""
+    size = len(guess)
+    if size < min(len(first), len(second)) and first.endswith(guess) and second.endswith(guess) and first[-size - 1] != second[-size - 1]:
+        return guess
+    same = common_length(first[::-1], second[::-1])
+    return first[len(first) - same :]
+
+
 class Chat:
     """Renders and tokenises as the verifier's chat server does."""
 
@@ -110,6 +120,7 @@ class Chat:
         self.encode = lru_cache(maxsize=256)(direct_encoder(self.tokenizer) or self._encode)
         """Token ids of a rendered text. The list is cached: do not change it."""
         self._renderer = self._direct_renderer()
+        self._closing = ""
 
     @property
     def template_name(self) -> str:
@@ -250,14 +261,14 @@ class Chat:
         content: str = messages[-1]["content"]
         other: Message = {"role": "assistant", "content": "b" if content.rstrip().endswith("a") else "a"}
         rest = answered[len(prompt) :]
-        body = rest[: len(rest) - common_length(rest[::-1], self.render([*messages[:-1], other], tools)[::-1])]
-        closing = rest[len(body) :]
+        self._closing = common_ending(rest, self.render([*messages[:-1], other], tools), self._closing)
+        body, closing = rest[: len(rest) - len(self._closing)], self._closing
         if not body:
             raise DroppedRowError(LEFT_OUT_BY_TEMPLATE if content.strip() else "empty assistant turn")
         closing_ids = self.encode(closing)
         ends = [token for token in closing_ids if token in self.eos] or [token for token in closing_ids if token in self.special]
         if ends:
             # The closing stands last, so its first end of turn is the len(ends)-th one from the end.
-            return [place for place in range(start, len(ids)) if ids[place] in ends][-len(ends)] + 1
+            return list(islice((place for place in range(len(ids) - 1, start - 1, -1) if ids[place] in ends), len(ends)))[len(ends) - 1] + 1
         # A template without an end of turn: the answer's own tokens.
         return common_length(self._extend(ids[:start], prompt, prompt + body), ids)

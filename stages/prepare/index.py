@@ -118,16 +118,15 @@ class Records:
 
     def collect(self, batches: Iterable[Indexed], tally: Tally) -> tuple[NDArray[np.void], int]:
         """One array of the batches' records, and the number of lines that they were read from."""
-        parts: list[NDArray[np.void]] = []
+        data = bytearray()
         lines = tally.read + tally.broken_lines
         for batch in batches:
             tally.add(batch.tally)
             numbers = np.array([self.kinds.setdefault(kind, len(self.kinds)) for kind in batch.kinds], dtype=np.int32)
             if len(batch.records):
                 batch.records["kind"] = numbers[batch.records["kind"]]
-                parts.append(batch.records)
-        records = np.concatenate(parts) if parts else np.empty(0, dtype=RECORD)
-        return records, tally.read + tally.broken_lines - lines
+                data += batch.records.tobytes()
+        return np.frombuffer(data, dtype=RECORD), tally.read + tally.broken_lines - lines
 
 
 def first_of_each(keys: NDArray[np.generic]) -> Flags:
@@ -161,16 +160,18 @@ def distinct(held_out: tuple[NDArray[np.void], int], rows: tuple[NDArray[np.void
     first_held = first_of_each(held["content"])
     first = first_of_each(others["content"]) & ~np.isin(others["rank"], held["rank"][first_held])
     tally.duplicates += int((~first_held).sum() + (~first).sum())
-    kept = np.concatenate([held[first_held], others[first]])
-    prompts = np.unique(kept["rank"], return_inverse=True)[1].astype(np.int32)
-    new = renamed(kept["id"], kept["new_id"])
+
+    def both(field: str) -> NDArray[np.generic]:
+        return np.concatenate([held[field][first_held], others[field][first]])
+
+    prompts = np.unique(both("rank"), return_inverse=True)[1].astype(np.int32)
+    new = renamed(both("id"), both("new_id"))
     border = int(first_held.sum())
 
-    def index(part: slice, lines: int) -> Index:
-        records = kept[part]
-        return Index(records["position"].copy(), records["file"].copy(), records["kind"].copy(), prompts[part], new[part], lines)
+    def index(records: NDArray[np.void], chosen: Flags, part: slice, lines: int) -> Index:
+        return Index(records["position"][chosen], records["file"][chosen], records["kind"][chosen], prompts[part], new[part], lines)
 
-    return index(slice(None, border), held_out[1]), index(slice(border, None), rows[1])
+    return index(held, first_held, slice(border), held_out[1]), index(others, first, slice(border, None), rows[1])
 
 
 def _numbered(groups: tuple[Numbers, ...], order: tuple[Numbers, ...]) -> Numbers:

@@ -6,6 +6,7 @@ error is raised where its input stands: the same input gives the same error, how
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -112,6 +113,7 @@ _context: JobContext | None = None
 def _start(context: JobContext) -> None:
     global _context
     _context = context
+    gc.freeze()  # what was imported before the fork stays shared, and is looked through no more
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says what there is to say
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
