@@ -143,7 +143,7 @@ class Chat:
         except Exception:  # an error of the template's: rendering reports it
             return None
         environment = compiled.environment
-        names = {**compiled.globals, **self.tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, "tools": None, "documents": None}
+        names = {**compiled.globals, **self.tokenizer.special_tokens_map, "strftime_now": lambda form: TODAY.strftime(form), "tools": None, "documents": None}
 
         def render(messages: list[Message], prompt: bool) -> str:
             given = {**names, "messages": messages, "add_generation_prompt": prompt}

@@ -136,13 +136,13 @@ def first_of_each(keys: NDArray[np.generic]) -> Flags:
     return first
 
 
-def renamed(ids: NDArray[np.bytes_], new_ids: NDArray[np.bytes_]) -> Flags:
+def renamed(ids: NDArray[np.generic], new_ids: NDArray[np.generic]) -> Flags:
     """Rows whose id an earlier row has, by itself or because it was renamed to it."""
     found = ~first_of_each(ids)
     ahead = np.flatnonzero(found)
     while len(ahead):
         # Only a file that spells another row's new id makes this go round twice.
-        earliest: dict[bytes, int] = {}
+        earliest: dict[object, int] = {}
         for number in ahead.tolist():
             earliest.setdefault(new_ids[number], number)
         met = np.flatnonzero(np.isin(ids, new_ids[ahead]) & ~found)

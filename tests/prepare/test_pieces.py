@@ -19,7 +19,7 @@ LLAMA3, QWEN = sorted(SPLITS_AT_WORDS, key=len, reverse=True)
 
 def byte_level(pattern: str | None = None, digits: bool = False) -> Any:
     """Steps as checkpoints have them: GPT-2's pattern, or another before plain bytes."""
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     if pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)])
