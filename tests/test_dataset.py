@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.dataset import ROWS_PER_GROUP, TokenSample, iter_split, read_split, split_file, split_writer, write_split
@@ -15,6 +15,7 @@ def sample(number: int, ids: list[int]) -> TokenSample:
     return TokenSample(f"s-{number}", "é", ids, [token % 2 for token in ids], len(ids) // 2, 1, [{"role": "user", "content": f"\u2028 {number}"}])
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 300_000), max_size=5), max_size=8))
 def test_samples_survive_a_file(tmp_path_factory: object, lists: list[list[int]]) -> None:
     folder: Path = tmp_path_factory.mktemp("split")  # type: ignore[attr-defined]
