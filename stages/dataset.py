@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +73,55 @@ def split_file(prepared: Path, split: str) -> Path:
     return prepared / split / "samples.parquet"
 
 
+class SplitWriter:
+    """Takes samples as tables (`SCHEMA`) of any length; writes them `ROWS_PER_GROUP` at a time."""
+
+    def __init__(self, writer: pq.ParquetWriter) -> None:
+        self._writer = writer
+        self._waiting: list[pa.Table] = []
+        self._rows = 0
+        self.count = 0
+
+    def add(self, table: pa.Table) -> None:
+        self._waiting.append(table)
+        self._rows += table.num_rows
+        self.count += table.num_rows
+        while self._rows >= ROWS_PER_GROUP:
+            self._write(ROWS_PER_GROUP)
+
+    def finish(self) -> None:
+        if self._rows:
+            self._write(self._rows)
+
+    def _write(self, rows: int) -> None:
+        together = pa.concat_tables(self._waiting)
+        # In one piece: the bytes of a row group then depend on its rows alone.
+        self._writer.write_table(together.slice(0, rows).combine_chunks())
+        self._rows -= rows
+        self._waiting = [together.slice(rows)] if self._rows else []
+
+
+@contextmanager
+def split_writer(prepared: Path, split: str) -> Iterator[SplitWriter]:
+    """Writes one split; the file is final when the block ends well."""
+    with atomic_path(split_file(prepared, split)) as temporary, pq.ParquetWriter(temporary, SCHEMA) as parquet:
+        writer = SplitWriter(parquet)
+        yield writer
+        writer.finish()
+
+
 def write_split(prepared: Path, split: str, samples: Iterable[TokenSample]) -> int:
     """Write one split atomically, `ROWS_PER_GROUP` samples in memory at a time; returns the number written."""
-    count = 0
-    with atomic_path(split_file(prepared, split)) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
-        group: list[TokenSample] = []
-        for sample in samples:
-            group.append(sample)
-            count += 1
-            if len(group) == ROWS_PER_GROUP:
-                writer.write_table(_table(group))
-                group = []
-        if group:
-            writer.write_table(_table(group))
-    return count
+    rest = iter(samples)
+    with split_writer(prepared, split) as writer:
+        while group := list(islice(rest, ROWS_PER_GROUP)):
+            writer.add(_table(group))
+    return writer.count
+
+
+def messages_text(messages: list[dict[str, Any]]) -> str:
+    """How `messages` stand in a file."""
+    return json.dumps(messages, ensure_ascii=False)
 
 
 def _table(samples: list[TokenSample]) -> pa.Table:
@@ -96,7 +133,7 @@ def _table(samples: list[TokenSample]) -> pa.Table:
             "loss_mask": [s.loss_mask for s in samples],
             "prompt_length": [s.prompt_length for s in samples],
             "turns": [s.turns for s in samples],
-            "messages": [json.dumps(s.messages, ensure_ascii=False) for s in samples],
+            "messages": [messages_text(s.messages) for s in samples],
         },
         schema=SCHEMA,
     )
@@ -109,9 +146,24 @@ def iter_split(prepared: Path, split: str) -> Iterator[TokenSample]:
         raise ArtifactError(f"{path}: no such file; run the prepare stage (dvc repro prepare)")
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
-            for row in file.read_row_group(group).to_pylist():
-                row["messages"] = json.loads(row["messages"])
-                yield TokenSample(**row)
+            table = file.read_row_group(group).combine_chunks()
+            lists = [_lists(table[name].chunk(0)) for name in ("input_ids", "loss_mask")]
+            rest = (table[name].to_pylist() for name in ("id", "kind", "prompt_length", "turns", "messages"))
+            for ids, mask, name, kind, prompt_length, turns, messages in zip(*lists, *rest, strict=True):
+                yield TokenSample(name, kind, ids, mask, prompt_length, turns, json.loads(messages))
+
+
+_INTEGERS: list[int] = []
+"""One object per token id, however many samples hold it: a list of Python's own costs five times the memory."""
+
+
+def _lists(column: pa.ListArray) -> Iterator[list[int]]:
+    """The lists of a column of lists of non-negative integers."""
+    values, ends = column.flatten().to_numpy(), column.offsets.to_numpy()
+    highest = int(values.max(initial=0))
+    _INTEGERS.extend(range(len(_INTEGERS), highest + 1))
+    for start, end in pairwise((ends - ends[0]).tolist()):
+        yield list(map(_INTEGERS.__getitem__, values[start:end].tolist()))
 
 
 def read_split(prepared: Path, split: str) -> list[TokenSample]:

@@ -19,15 +19,18 @@ What is tokenised, and why:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from stages.artifacts import sha256_bytes
-from stages.prepare.rows import DroppedRowError, Message, PrepareError, asked_before
+from stages.prepare.lines import PrepareError
+from stages.prepare.pieces import direct_encoder
+from stages.prepare.rows import DroppedRowError, Message, asked_before
 
 TODAY = datetime(2026, 1, 1)
 """What templates that print the date are told: the same inputs must give the same data set on any day."""
@@ -81,6 +84,15 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     return next((place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second)))
 
 
+def common_ending(first: str, second: str, guess: str = "") -> str:
+    """The characters that both texts end with; `guess` is tried first."""
+    size = len(guess)
+    if size < min(len(first), len(second)) and first.endswith(guess) and second.endswith(guess) and first[-size - 1] != second[-size - 1]:
+        return guess
+    same = common_length(first[::-1], second[::-1])
+    return first[len(first) - same :]
+
+
 class Chat:
     """Renders and tokenises as the verifier's chat server does."""
 
@@ -105,7 +117,10 @@ class Chat:
             raise PrepareError(f"{directory}: none of the verifier's chat templates ({names}) is called default, which is the one that it serves") from None
         self.eos = frozenset(eos_token_ids)
         self.special = frozenset(self.tokenizer.all_special_ids)
-        self.encode = lru_cache(maxsize=256)(self._encode)
+        self.encode = lru_cache(maxsize=256)(direct_encoder(self.tokenizer) or self._encode)
+        """Token ids of a rendered text. The list is cached: do not change it."""
+        self._renderer = self._direct_renderer()
+        self._closing = ""
 
     @property
     def template_name(self) -> str:
@@ -113,8 +128,30 @@ class Chat:
         first = self.template.strip().split("\n", 1)[0]
         return f"chat template {sha256_bytes(self.template.encode('utf-8'))[:12]} ({first[:80]}{'…' if len(first) > 80 else ''})"
 
+    def _direct_renderer(self) -> Callable[[list[Message], bool], str] | None:
+        """What `apply_chat_template(messages, add_generation_prompt=prompt)` comes down to, or None where a tokenizer has its own.
+
+        It takes the compiled template from the same place, and gives it the same names, put together once.
+        """
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        if type(self.tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return None
+        try:
+            compiled = _compile_jinja_template(self.template)
+        except Exception:  # an error of the template's: rendering reports it
+            return None
+        environment = compiled.environment
+        names = {**compiled.globals, **self.tokenizer.special_tokens_map, "strftime_now": lambda form: TODAY.strftime(form), "tools": None, "documents": None}
+
+        def render(messages: list[Message], prompt: bool) -> str:
+            given = {**names, "messages": messages, "add_generation_prompt": prompt}
+            return "".join(compiled.root_render_func(environment.context_class(environment, given, compiled.name, compiled.blocks)))
+
+        return render
+
     def _encode(self, text: str) -> list[int]:
-        """Token ids of a rendered text. The list is cached: do not change it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
@@ -130,6 +167,8 @@ class Chat:
             DroppedRowError: the template refuses these messages.
         """
         try:
+            if self._renderer is not None and tools is None and messages:
+                return self._renderer(messages, prompt)
             text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime)
         except Exception as error:
             # Templates are the user's programs: raise_exception() is the polite refusal, a TypeError the usual one.
@@ -153,8 +192,12 @@ class Chat:
         """What the verifier decodes the next assistant turn from."""
         return self.encode(self.render(messages, tools, prompt=True))
 
-    def check(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> None:
-        """Drop what the template would leave out without a word: messages of rare roles, calls of tools."""
+    def check(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """The template's text, where it leaves nothing out without a word: messages of rare roles, calls of tools.
+
+        Raises:
+            DroppedRowError: it refuses these messages, or leaves something out.
+        """
         whole = self.render(messages, tools)
         for role in {message["role"] for message in messages} - {"user", "assistant", "system"}:
             other = [{**message, "content": message["content"] + " x"} if message["role"] == role else message for message in messages]
@@ -168,10 +211,13 @@ class Chat:
                 ignored = False
             if ignored:
                 raise DroppedRowError("the template leaves out tool calls")
+        return whole
 
-    def tokens(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Tokens:
+    def tokens(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, whole: str | None = None) -> Tokens:
         """A conversation whose answers are all known, ending with an assistant turn.
 
+        Args:
+            whole: `render(messages, tools)`, where it is known.
         Raises:
             DroppedRowError: the template refuses it, loses an answer, or an assistant turn is empty.
         """
@@ -184,7 +230,7 @@ class Chat:
                 continue
             turns += 1
             prompt = self.render(messages[:index], tools, prompt=True)
-            answered = self.render(messages[: index + 1], tools)
+            answered = whole if whole is not None and index + 1 == len(messages) else self.render(messages[: index + 1], tools)
             if not answered.startswith(prompt):
                 raise DroppedRowError(SPLIT_BY_TEMPLATE)
             if not prompt.startswith(text):
@@ -215,14 +261,14 @@ class Chat:
         content: str = messages[-1]["content"]
         other: Message = {"role": "assistant", "content": "b" if content.rstrip().endswith("a") else "a"}
         rest = answered[len(prompt) :]
-        body = rest[: len(rest) - common_length(rest[::-1], self.render([*messages[:-1], other], tools)[::-1])]
-        closing = rest[len(body) :]
+        self._closing = common_ending(rest, self.render([*messages[:-1], other], tools), self._closing)
+        body, closing = rest[: len(rest) - len(self._closing)], self._closing
         if not body:
             raise DroppedRowError(LEFT_OUT_BY_TEMPLATE if content.strip() else "empty assistant turn")
         closing_ids = self.encode(closing)
         ends = [token for token in closing_ids if token in self.eos] or [token for token in closing_ids if token in self.special]
         if ends:
             # The closing stands last, so its first end of turn is the len(ends)-th one from the end.
-            return [place for place in range(start, len(ids)) if ids[place] in ends][-len(ends)] + 1
+            return list(islice((place for place in range(len(ids) - 1, start - 1, -1) if ids[place] in ends), len(ends)))[len(ends) - 1] + 1
         # A template without an end of turn: the answer's own tokens.
         return common_length(self._extend(ids[:start], prompt, prompt + body), ids)

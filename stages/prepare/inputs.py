@@ -14,7 +14,7 @@ from stages.artifacts import write_json
 from stages.pairing.signatures import DigestCache
 from stages.params import Params
 from stages.params import Prepare as Settings
-from stages.prepare.rows import input_files
+from stages.prepare.lines import input_files
 from stages.process import stage_main
 
 NAME = "inputs"

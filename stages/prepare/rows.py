@@ -1,6 +1,4 @@
-"""JSONL files of chats to rows: which files, which lines, which conversation a line holds.
-
-    python -c "from stages.prepare.rows import *; print(len(list(read_rows(input_files(['data/prompts/*.jsonl']), Tally()))))"
+"""Lines of JSONL files to rows: which conversation a line holds.
 
 A line holds one of
     {"turns": ["...", "..."]} or {"prompt": "..."}             user messages, to be answered
@@ -14,19 +12,16 @@ What is wrong with a *line* (not JSON, not a row) is the file's fault: `on_error
 
 from __future__ import annotations
 
-import glob
-import gzip
 import json
 import re
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from stages.artifacts import digest_json
-from stages.errors import DraftlineError
+from stages.prepare.lines import Batch, PrepareError
 
 Message = dict[str, Any]
 """A message in OpenAI form."""
@@ -53,11 +48,9 @@ ROLES = {
 ASKING = ("user", "tool", "function")
 """Roles that an assistant answers."""
 
-BOM = b"\xef\xbb\xbf"
 
-
-class PrepareError(DraftlineError):
-    """The chats cannot become a data set; the message names the file and the line, or counts the reasons."""
+UNUSUAL, HUGE = ("\\u", "NaN", "Infinity"), re.compile(r"[0-9](?:[eE]|[0-9]{299})")
+"""Without these a line that is JSON holds neither half a surrogate pair nor a number that is none."""
 
 
 class BrokenLineError(PrepareError):
@@ -109,34 +102,14 @@ class Tally:
         self.dropped[reason] += 1
         self.examples.setdefault(reason, source)
 
-
-def input_files(patterns: Iterable[str], field_name: str = "prepare.inputs") -> list[Path]:
-    """Files that the patterns match, each once, in the order of the patterns and of their names.
-
-    Raises:
-        PrepareError: a pattern that matches no file, or a directory alone.
-    """
-    found: dict[Path, Path] = {}
-    for pattern in patterns:
-        named = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-        matches = [path for path in named if path.is_file()]
-        if not matches and any(path.is_dir() for path in named):
-            files = f"{pattern.rstrip('/')}/*.jsonl"
-            raise PrepareError(f"{field_name}: {pattern!r} is a directory; the files in it are {files!r}")
-        if not matches:
-            raise PrepareError(f"{field_name}: {pattern!r} matches no file (paths are relative to the repository)")
-        for path in matches:
-            found.setdefault(path.resolve(), path)
-    return list(found.values())
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    # Binary files break at \n alone: U+2028, U+0085 and \r inside a JSON string do not split a row.
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            yield from stream
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise PrepareError(f"{path}: not a complete gzip file: {error}") from None
+    def add(self, later: Tally) -> None:
+        """Count what became of later rows, too."""
+        self.read += later.read
+        self.broken_lines += later.broken_lines
+        self.duplicates += later.duplicates
+        self.beyond_limit += later.beyond_limit
+        self.dropped.update(later.dropped)
+        self.examples = {**later.examples, **self.examples}
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -153,6 +126,8 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise ValueError("not JSON that can be read: nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"a row must be a JSON object, this is a {type(record).__name__}")
+    if not any(word in text for word in UNUSUAL) and HUGE.search(text) is None:
+        return record
     try:
         json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -267,37 +242,28 @@ def _row(record: dict[str, Any], path: Path, number: int, file: int) -> Row:
     )
 
 
-def read_rows(files: list[Path], tally: Tally, on_error: Literal["fail", "skip"] = "fail", asks: Asks = "all") -> Iterator[Row]:
-    """Rows of all files in order, messages in OpenAI form; rows that cannot be used are counted in `tally`.
+def read_batch(batch: Batch, tally: Tally, on_error: Literal["fail", "skip"] = "fail", asks: Asks = "all") -> Iterator[tuple[int, Row]]:
+    """The batch's rows, messages in OpenAI form, each with its place in the batch; rows that cannot be used are counted in `tally`.
 
     Args:
         asks: which answers are left to the verifier, see `conversation`.
     Raises:
         BrokenLineError: a line that is not a row (`on_error` "fail").
-        PrepareError: an empty file, a torn gzip file.
     """
-    for position, path in enumerate(files):
-        lines = 0
-        for number, raw in enumerate(_lines(path), start=1):
-            line = raw.removeprefix(BOM).strip()
-            if not line:
-                continue
-            lines += 1
-            try:
-                row = _row(_parse(line), path, number, position)
-            except ValueError as error:
-                if on_error == "fail":
-                    raise BrokenLineError(f"{path}:{number}: {error} (prepare.on_error: skip leaves such lines out)") from None
-                tally.broken_lines += 1
-                tally.examples.setdefault("broken line", f"{path}:{number}: {error}")
-                continue
-            tally.read += 1
-            try:
-                yield replace(row, messages=conversation(row.messages, asks))
-            except DroppedRowError as dropped:
-                tally.drop(dropped.reason, row.source)
-        if not lines:
-            raise PrepareError(f"{path}: empty file; remove it from prepare.inputs (or prepare.evaluation_inputs), or fill it")
+    for place, (number, line) in enumerate(zip(batch.numbers, batch.lines, strict=True)):
+        try:
+            row = _row(_parse(line), batch.path, number, batch.file)
+        except ValueError as error:
+            if on_error == "fail":
+                raise BrokenLineError(f"{batch.path}:{number}: {error} (prepare.on_error: skip leaves such lines out)") from None
+            tally.broken_lines += 1
+            tally.examples.setdefault("broken line", f"{batch.path}:{number}: {error}")
+            continue
+        tally.read += 1
+        try:
+            yield place, replace(row, messages=conversation(row.messages, asks))
+        except DroppedRowError as dropped:
+            tally.drop(dropped.reason, row.source)
 
 
 def asked_before(messages: list[Message], index: int) -> bool:

@@ -12,18 +12,7 @@ import pytest
 
 from stages.pairing.identity import compute_identity
 from stages.pairing.signatures import KEEP, DigestCache, signature
-from tests.pairing.edits import copy_model, edit_json, flip_weight_byte
-
-
-def _sparse_shard(path: Path, size: int) -> None:
-    """A safetensors file of `size` bytes that takes no disk: one tensor of zeros."""
-    header = b""
-    for _ in range(3):  # the header holds the length that its own length decides
-        data = size - 8 - len(header)
-        header = json.dumps({"w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}).encode()
-    with path.open("wb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        stream.truncate(size)
+from tests.pairing.edits import copy_model, edit_json, flip_weight_byte, sparse_shard
 
 
 @pytest.fixture
@@ -32,7 +21,7 @@ def huge(tiny_verifier: Path, tmp_path: Path) -> Path:
     model = copy_model(tiny_verifier, tmp_path / "model")
     (model / "model.safetensors").unlink()
     for number in range(1, 21):
-        _sparse_shard(model / f"model-{number:05d}-of-00020.safetensors", 5_000_000_000)
+        sparse_shard(model / f"model-{number:05d}-of-00020.safetensors", 5_000_000_000)
     return model
 
 
@@ -53,7 +42,7 @@ def test_an_unchanged_100_gb_model_is_recognised_without_reading_it(huge: Path, 
 def test_what_was_hashed_once_is_not_read_again(tiny_verifier: Path, tmp_path: Path) -> None:
     model = copy_model(tiny_verifier, tmp_path / "model")
     (model / "model.safetensors").unlink()
-    _sparse_shard(model / "model.safetensors", 200 << 20)
+    sparse_shard(model / "model.safetensors", 200 << 20)
     first = compute_identity(model, tmp_path / "digests.json")
     read_before = psutil.Process().io_counters().read_chars
     assert compute_identity(model, tmp_path / "digests.json").digest == first.digest

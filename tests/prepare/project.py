@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from stages.artifacts import write_json
 from stages.pairing.identity import compute_identity
 from stages.pairing.store import publish_link
 from stages.params import Params, StageParams, read_params
 from stages.prepare.__main__ import run
+from stages.prepare.lines import batches
+from stages.prepare.rows import Asks, Row, Tally, read_batch
 
 Chats = Mapping[str, Sequence[Mapping[str, Any]] | bytes]
 
@@ -46,3 +48,8 @@ def prepare() -> dict[str, Any]:
 
 def chat(number: int, answer: str = "Fine, thank you.", **extra: Any) -> dict[str, Any]:
     return {"id": f"q-{number}", "messages": [{"role": "user", "content": f"How are you, {number}?"}, {"role": "assistant", "content": answer}], **extra}
+
+
+def read_rows(files: list[Path], tally: Tally, on_error: Literal["fail", "skip"] = "fail", asks: Asks = "all") -> Iterator[Row]:
+    """The rows of all files."""
+    return (row for batch in batches(files) for _, row in read_batch(batch, tally, on_error, asks))

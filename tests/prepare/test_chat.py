@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.prepare import chat as chat_module
-from stages.prepare.chat import Chat, cut
-from stages.prepare.rows import DroppedRowError, Message, PrepareError, Tally, read_rows
+from stages.prepare.chat import Chat, common_ending, cut
+from stages.prepare.lines import PrepareError
+from stages.prepare.rows import DroppedRowError, Message, Tally
 from tests.pairing.edits import edit_json
 from tests.paths import shared
+from tests.prepare.project import read_rows
 from tests.prepare.templates import DATED, DEAF, INST, LLAMA3, OPENS_THINKING, PLAIN, THINKING, chat_with
 from tests.tiny import CHATML, EOS_TOKEN_ID
 
@@ -237,3 +239,12 @@ def test_shared_roles(chatml: Chat) -> None:
 def test_shared_unicode_survives_tokens(chatml: Chat) -> None:
     for messages in rows("unicode").values():
         assert supervised(chatml, messages) == [messages[1]["content"] + "<|im_end|>"]
+
+
+@given(st.text("ab", max_size=6), st.text("ab", max_size=6), st.text("ab", max_size=3))
+def test_a_guess_does_not_change_what_two_texts_end_with(first: str, second: str, guess: str) -> None:
+    ending = common_ending(first, second, guess)
+    assert first.endswith(ending)
+    assert second.endswith(ending)
+    longer = len(ending) + 1
+    assert longer > min(len(first), len(second)) or first[-longer:] != second[-longer:]

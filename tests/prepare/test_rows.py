@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.prepare.rows import TO_ANSWER, Asks, BrokenLineError, PrepareError, Row, Tally, input_files, read_rows
+from stages.prepare.lines import BATCH_LINES, PrepareError, batches, input_files
+from stages.prepare.rows import TO_ANSWER, Asks, BrokenLineError, Row, Tally
 from tests.paths import shared
+from tests.prepare.project import read_rows
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
 GOOD = json.dumps({"id": "ok-1", "messages": [USER, ANSWER]}).encode()
@@ -84,6 +87,9 @@ def test_regeneration_keeps_what_the_verifier_cannot_say(tmp_path: Path) -> None
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "Hi", "score": NaN}', "NaN"),
+        (b'{"prompt": "Hi", "score": -Infinity}', "NaN"),
+        (b'{"prompt": "Hi", "score": 1e999}', "NaN"),
+        (b'{"prompt": "Hi", "score": ' + b"9" * 400 + b".0}", "NaN"),
         (b'{"prompt": "Hi", "x": ' + b"[" * 100_000, "not JSON"),
         ('{"prompt": "Hi"}'.encode("utf-16"), "not UTF-8"),
     ],
@@ -191,6 +197,22 @@ def test_shared_roles_file() -> None:
     rows, tally = rows_of(shared("cases/roles.jsonl"))
     assert [row.id for row in rows] == ["opens-with-assistant", "two-users", "tool-role", "sharegpt", "sharegpt-system", "content-parts", "three-turns", "ok-1"]
     assert tally.dropped == {"unknown role": 1, "empty assistant turn": 1, "no assistant turn": 1, "message without text": 1}
+
+
+def test_chosen_lines_are_those_that_were_counted(tmp_path: Path) -> None:
+    """Positions count lines that are not blank, over all files; line numbers are the files' own."""
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    first.write_bytes(b"\n".join(b"%d" % number if number % 3 else b" " for number in range(2 * BATCH_LINES)))
+    second.write_bytes(gzip.compress(b"\n\nx\ny"))
+    every = [(batch.path, *line) for batch in batches([first, second]) for line in zip(batch.positions, batch.numbers, batch.lines, strict=True)]
+    assert [position for _, position, _, _ in every] == list(range(len(every)))
+    assert all(path == second or line == b"%d" % (number - 1) for path, _, number, line in every)
+    assert every[-2:] == [(second, len(every) - 2, 3, b"x"), (second, len(every) - 1, 4, b"y")]
+    chosen = np.arange(len(every)) % 5 == 1
+    some = [(batch.path, *line) for batch in batches([first, second], chosen) for line in zip(batch.positions, batch.numbers, batch.lines, strict=True)]
+    assert some == [line for line, taken in zip(every, chosen, strict=True) if taken]
+    with pytest.raises(PrepareError, match=r"b\.jsonl\.gz: changed while it was being read"):
+        list(batches([first, second], chosen[:-1]))
 
 
 def test_ids_and_kinds(tmp_path: Path) -> None:

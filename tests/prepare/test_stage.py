@@ -19,7 +19,7 @@ from stages.dataset import SPLITS, read_split
 from stages.pairing.identity import read_identity
 from stages.params import read_params
 from stages.prepare.inputs import fingerprint
-from stages.prepare.rows import PrepareError
+from stages.prepare.lines import PrepareError
 from tests.paths import REPOSITORY, shared
 from tests.prepare.project import chat, make_project, prepare
 from tests.prepare.templates import CONSTANT, DEAF, DIVIDES, INST, OPENS_THINKING
