@@ -106,7 +106,7 @@ def calibrate(drafter: TrainedDrafter, data: TrainingSet, params: Train) -> Cali
     modes: dict[Mode, ModeCalibration] = {}
     for mode in MODES:
         logits, survived = ([torch.cat([blocks[mode][part] for blocks in judged[half::2]]) for half in (0, 1)] for part in (0, 1))
-        scale = fit(logits[0], survived[0], shifted=mode == "greedy")
+        scale = fit(logits[0], survived[0], shifted=True)
         modes[mode] = ModeCalibration(
             temperatures=scale.temperatures.tolist(),
             shifts=scale.shifts.tolist(),

@@ -66,7 +66,7 @@ def test_a_training_ends_with_a_calibration_of_samples_it_was_not_fitted_on(tiny
         assert entry.fitted_on == 3 * 40
         assert [row["position"] for row in entry.held_out] == list(range(1, 8))
         assert entry.held_out[0]["blocks"] == 3 * 40
-        assert (entry.shifts == [0.0] * 7) == (mode == "sampling")
+        assert entry.shifts != [0.0] * 7, mode
     assert calibrate(drafter, data, params) == found
 
 
