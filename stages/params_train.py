@@ -32,7 +32,7 @@ class Train(Section):
     decay_gamma: float = Field(4.0, gt=0.0, description="Slot k weighs exp(-k/gamma).")
     loss: LossWeights = Field(default_factory=LossWeights)
     precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="Matrix products; weights and moments stay fp32. auto: bf16 where the processor has instructions for it, else fp32."
+        "auto", description="Matrix products; weights and moments stay fp32. auto: bf16 on a GPU and where the processor has instructions for it, else fp32."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores. Another number may change the last bits of a result.")
     ranks: int = Field(1, ge=1, le=4096, description="Processes that train together, each on its share of a step; started by the stage, or by torchrun.")

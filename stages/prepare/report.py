@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stages.prepare.index import Numbers
 from stages.prepare.rows import Tally
-
-Numbers = NDArray[np.integer]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from stages.drafters.model import Drafter
 from stages.params import Train
 from stages.train.data import Batch, TrainingSet, make_batch
 from stages.train.loop import CALIBRATION_SAMPLES
-from stages.train.losses import rows_per_chunk
+from stages.train.losses import chunk_shape
 from stages.train.model_step import autocast, objective
 from stages.train.objectives import TrainedDrafter, has_confidence
 from stages.train.precision import product_dtype
@@ -47,7 +47,7 @@ def _drafted(drafter: Drafter, batch: Batch, dtype: torch.dtype) -> tuple[Tensor
     """Greedy drafts of a batch of one sequence and the head's confidence in them: `[A, K]` each."""
     blocks = batch.blocks
     # Logits over the draft vocabulary are the largest thing here.
-    step = max(1, rows_per_chunk(len(drafter.head)) // drafter.config.draft_tokens)
+    step = max(1, chunk_shape(len(drafter.head), drafter.head.device)[0] // drafter.config.draft_tokens)
     tokens, confidence = [], []
     for anchors, positions in zip(torch.split(blocks.anchor_tokens, step), torch.split(blocks.anchor_positions, step), strict=True):
         with autocast(dtype, anchors.device):
@@ -63,7 +63,8 @@ def _most_likely(data: TrainingSet, batch: Batch) -> Tensor:
     """`[A, K]` the verifier's most likely tokens; −1 in slots that do not count."""
     head = data.head if data.full_head is None else data.full_head
     states = batch.targets.states
-    best = torch.cat([(chunk.to(head.dtype) @ head.T).argmax(dim=-1) for chunk in torch.split(states, rows_per_chunk(len(head)))])
+    rows, _ = chunk_shape(len(head), head.device)
+    best = torch.cat([(chunk.to(head.dtype) @ head.T).argmax(dim=-1) for chunk in torch.split(states, rows)])
     out = torch.full(batch.slots.shape, -1, dtype=best.dtype, device=best.device)
     out[batch.slots] = best[batch.targets.rows]
     return out.cpu()

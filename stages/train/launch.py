@@ -21,10 +21,10 @@ from tqdm import tqdm
 from stages.errors import DraftlineError
 from stages.params import Params, StageParams, read_params
 from stages.process import OUTPUTS, die_with_parent, explained
+from stages.train.ranks import KEPT
 
 SHUTDOWN_SECONDS = 10
 """What the other ranks get to end by themselves once one has failed."""
-KEPT = "the last checkpoint is kept, run again to go on from there"
 
 
 def launch(ranks: int) -> None:

@@ -50,11 +50,6 @@ def chunk_shape(vocabulary: int, device: torch.device) -> tuple[int, int]:
     return max(MIN_CHUNK_ROWS, DEVICE_CHUNK_ELEMENTS // vocabulary), vocabulary
 
 
-def rows_per_chunk(vocabulary: int) -> int:
-    """Rows whose logits over `vocabulary` are worth having at a time, outside the loss."""
-    return max(MIN_CHUNK_ROWS, (1 << 22) // vocabulary)
-
-
 def log_normalisers(states: Tensor, head: Tensor) -> Tensor:
     """`[U]` fp32 log-sum-exp of `states @ head.T` (`[U, H]`, `[V, H]`), tile by tile."""
     rows, columns = chunk_shape(len(head), head.device)

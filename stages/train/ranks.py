@@ -16,6 +16,7 @@ from stages.errors import DraftlineError
 from stages.params import Train
 
 CPU = torch.device("cpu")
+KEPT = "the last checkpoint is kept, run again to go on from there"
 WAIT = timedelta(minutes=30)
 """Longest wait for another rank: rank 0 validates and writes checkpoints while the others wait."""
 PATIENCE_SECONDS = 20.0
@@ -93,7 +94,7 @@ def joined(params: Train) -> Iterator[Ranks]:
         if not _lost_contact(error):
             raise
         time.sleep(PATIENCE_SECONDS)
-        raise DraftlineError(f"rank {rank}: lost contact with another rank; the last checkpoint is kept, run again to go on from there") from error
+        raise DraftlineError(f"rank {rank}: lost contact with another rank; {KEPT}") from error
     distributed.destroy_process_group()
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +29,12 @@ from stages.hidden_states.format import HiddenSample, Plan
 from stages.pairing.frozen import load_frozen
 from stages.params import Train
 from stages.train.data import TrainingSet, make_batch
-from stages.train.loop import set_threads
+from stages.train.loop import backward, set_threads
 from stages.train.model_step import objective
 from stages.train.optimizer import make_optimizers
+from stages.train.parallel import Step
 from stages.train.precision import product_dtype
+from tests.benchmarks.reference_step import batch, load_model, loss_arguments, take_step
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS = 576, 1536, 9, 3, 30
 """SmolLM2-135M."""
@@ -133,13 +134,13 @@ def ours(case: Case, directory: Path) -> Callable[[int], None]:
     drafter = Drafter(drafter_config(case), data.frozen).train()
     optimizers = make_optimizers(drafter, params)
     dtype = product_dtype(params.precision)
+    module = Step(drafter, lambda model, batch: objective(model, data.head, batch, params.loss, dtype).loss)
 
     def step(number: int) -> None:
-        batch = make_batch(data, [number % SAMPLES], case.anchors, BLOCK, params.decay_gamma, ("train", 0, number))
-        assert batch is not None
-        out = objective(drafter, data.head, batch, params.loss, dtype)
+        made = make_batch(data, [number % SAMPLES], case.anchors, BLOCK, params.decay_gamma, ("train", 0, number))
+        assert made is not None
         drafter.zero_grad(set_to_none=True)
-        out.loss.backward()  # type: ignore[no-untyped-call]
+        backward(module, [made], made, made.weight)
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
@@ -149,8 +150,6 @@ def ours(case: Case, directory: Path) -> Callable[[int], None]:
 
 def reference(case: Case, directory: Path) -> Callable[[int], None]:
     """The same step by the `speculators` package: its model, loss and optimizer, from our initial weights."""
-    from speculators.models.dspark import DSparkDraftModel
-    from speculators.models.dspark.config import DSparkSpeculatorConfig
     from speculators.train.config.schema import OptimizerArgs
     from speculators.train.optimizers import build_optimizers
 
@@ -159,29 +158,12 @@ def reference(case: Case, directory: Path) -> Callable[[int], None]:
     torch.manual_seed(0)
     initial = directory / f"initial-{case.layers}-{case.rank}"
     save_checkpoint(initial, Drafter(drafter_config(case), data.frozen), str(verifier), ["LlamaForCausalLM"], torch.float32)
-    config = DSparkSpeculatorConfig.from_pretrained(initial)
-    config.transformer_layer_config._attn_implementation = "sdpa"
-    model: Any = DSparkDraftModel.from_pretrained(initial, config=config, dtype=torch.float32)
-    model.load_verifier_weights()
-    model.train()
-    settings = Train(steps=1)
-    losses = {"loss_fn": json.dumps({"ce": settings.loss.ce, "tv": settings.loss.tv}), "loss_implementation": "eager"}
-    arguments, _ = DSparkDraftModel.get_trainer_kwargs(**losses, max_anchors=case.anchors, dflash_decay_gamma=settings.decay_gamma)
+    model, settings = load_model(initial), Train(steps=1)
+    arguments = loss_arguments(model, settings, case.anchors)
     optimizers = build_optimizers(model, OptimizerArgs(optimizer="adamw"))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    from tests.benchmarks.reference import batch
 
     def step(number: int) -> None:
-        packed = batch(data, [number % SAMPLES])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.precision == "bf16"):
-            if case.precision == "fp32":
-                packed = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in packed.items()}
-            _, loss, _ = model(**packed, **arguments)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, settings.grad_clip)
-        for optimizer in optimizers:
-            optimizer.step()
+        take_step(model, batch(data, [number % SAMPLES], data.dtype), arguments, optimizers, settings)
 
     return step
 
