@@ -19,11 +19,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from stages.errors import DraftlineError
+from stages.hidden_states.shards import Dump
 from stages.hidden_states.source import expect, step_made, stream_metrics
 from stages.hidden_states.stream import StreamError
 from stages.params import Train
 from stages.train import state
 from stages.train.acceleration import accelerate
+from stages.train.ahead import made_ahead
 from stages.train.data import Batch, TrainingSet, blank_batch, make_batch, sample_order
 from stages.train.model_step import objective, validate
 from stages.train.objectives import TrainedDrafter, batch_shape, has_confidence
@@ -139,17 +141,23 @@ def train(
     start = state.restore(work, trained, optimizers)
     read = [[index for part in parts for index in part] for parts in order]
     expect(data.states, reading_order(data, validation, params, read, start, has_confidence(drafter)))
+
+    def make_batches(step: int) -> list[Batch | None]:
+        return [make_batch(data, part, anchors, k, params.decay_gamma, ("train", params.seed, step)) for part in order[step]]
+
+    steps = range(start, params.steps)
+    # A stream reads ahead by itself, and counts on samples being read in the order of the steps and validations.
+    prepared = made_ahead(make_batches, steps) if isinstance(data.states, Dump) else map(make_batches, steps)
     made: list[Progress] = []
     done = start
     drafter.train()
     trained.train()
     try:
         with tqdm(total=params.steps, initial=start, desc="train", unit="step", mininterval=2.0, disable=not ranks.leader) as bar:
-            for step in range(start, params.steps):
+            for step, batches in zip(steps, prepared, strict=True):
                 rate = learning_rate(step, params)
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] = rate
-                batches = [make_batch(data, part, anchors, k, params.decay_gamma, ("train", params.seed, step)) for part in order[step]]
                 total, slots = ranks.sums(sum(batch.weight for batch in batches if batch), sum(len(batch.positions) for batch in batches if batch))
                 if total:
                     began = time.monotonic()
