@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from stages.train.precision import multiplies_bf16
+from stages.processor import multiplies_bf16
 from tests.benchmarks.step_worker import Case
 
 pytestmark = pytest.mark.benchmark
