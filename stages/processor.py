@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 
 def multiplies_bf16() -> bool:
     """Whether there is a GPU, or a processor with instructions for it.
@@ -14,8 +16,9 @@ def multiplies_bf16() -> bool:
 
 
 def slow_dtype(dtype: str) -> str | None:
-    """A warning where vLLM would take several times as long for `engine.dtype` as for float32."""
-    if dtype == "float32" or multiplies_bf16():
+    """A warning where vLLM's CPU build would take several times as long for `engine.dtype` as for float32."""
+    # Of other processors torch does not say what they multiply.
+    if dtype == "float32" or platform.machine() != "x86_64" or multiplies_bf16():
         return None
     return (
         f"params.yaml: engine.dtype = {dtype!r}: this processor has no instructions for it, so vLLM takes several times as long as in float32; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from array import array
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from stages.params import Engine as EngineSettings
 from stages.params import Regeneration
 from stages.prepare.chat import Chat, Tokens, common_length
 from stages.prepare.rows import TO_ANSWER, DroppedRowError, Message, Row
+from stages.processor import slow_dtype
 
 JOURNAL_FORMAT = 1
 ANSWERS_PER_SYNC = 16
@@ -119,6 +121,8 @@ class Verifier:
         missing = {request.id: request for request in requests if request.id not in self._journal.answers}
         if missing:
             if self._engine is None:
+                if (slow := slow_dtype(self._config.dtype)) is not None:
+                    print(slow, file=sys.stderr)
                 self._engine = Engine(self._config)
             self.asked += len(missing)
             self._engine.generate(list(missing.values()), on_finished=self._keep, desc=desc)

@@ -28,7 +28,6 @@ from stages.prepare.rows import Tally
 from stages.prepare.splits import assign
 from stages.prepare.spool import Spool
 from stages.prepare.workers import Workers
-from stages.processor import slow_dtype
 
 TRAIN, EVALUATION = SPLITS.index("train"), SPLITS.index("evaluation")
 
@@ -111,8 +110,6 @@ def with_the_verifiers(
     regeneration = settings.regeneration.model_dump(exclude={"enabled", "samples_per_prompt"})
     plan = {"verifier": identity.digest, "template": identity.chat_template, "engine_dtype": engine.dtype, "regeneration": regeneration}
     config = answering_engine(context.directory, engine, params.verifier.trust_remote_code)
-    if (slow := slow_dtype(engine.dtype)) is not None:
-        print(slow, file=sys.stderr)
     with Journal(work, plan) as journal:
         verifier = Verifier(journal, config, settings.regeneration)
         try:

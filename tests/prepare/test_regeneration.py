@@ -21,6 +21,7 @@ from stages.decoding.engine import Request
 from stages.decoding.isolated import run_isolated
 from stages.params import Engine as EngineSettings
 from stages.prepare.answers import answering_engine
+from stages.processor import slow_dtype
 from tests.paths import REPOSITORY
 from tests.prepare.project import make_project, prepare
 from tests.tiny import make_verifier
@@ -176,3 +177,15 @@ def test_sampled_answers_to_more_prompt_than_a_step_holds(resumed: Resumed) -> N
     requests = [Request(str(n), [300 + n] * 410, max_tokens=2, temperature=0.7, seed=n) for n in range(24)]
     (completions,) = run_isolated(config, [requests]).completions
     assert len(completions) == len(requests)
+
+
+@pytest.mark.skipif(slow_dtype("bfloat16") is None, reason="bf16 is not known to be slow here: there is nothing to warn of")
+def test_a_slow_dtype_is_named_when_the_verifier_is_asked_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    verifier = make_verifier(tmp_path / "tiny")
+    make_project(verifier, {"a.jsonl": PROMPTS[:4]}, engine={"dtype": "bfloat16"}, validation_fraction=0.0, regeneration={"enabled": True, "max_tokens": 2})
+    for asked in (True, False):
+        with start() as process:
+            _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert ("engine.dtype = 'bfloat16'" in said) == asked
