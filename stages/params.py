@@ -15,15 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from stages.errors import ParamsError
 from stages.params_file import Section as Section
 from stages.params_file import Seed, describe, load_yaml, require_urls
 from stages.params_train import LossWeights as LossWeights
 from stages.params_train import Train as Train
+from stages.processor import engine_dtype
 
 PARAMS_FILE: Path = Path("params.yaml")
+AUTO_DTYPE = "auto: bfloat16; float32 where vLLM runs on a processor that has no instructions for bf16."
 TRACKING_URI = r"^((sqlite|postgresql|mysql|mssql)(\+[a-z0-9_]+)?://|https?://)"
 
 
@@ -39,10 +41,18 @@ class Verifier(Section):
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
 
 
+def _known(dtype: str) -> str:
+    return engine_dtype() if dtype == "auto" else dtype
+
+
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], AfterValidator(_known)]
+"""Once read it is never "auto": what is made, compared and reported has the dtype that it was made in."""
+
+
 class Engine(Section):
     """How vLLM is started, wherever a stage starts it."""
 
-    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Served dtype of weights and activations.")
+    dtype: Dtype = Field("bfloat16", description=f"Served dtype of weights and activations. {AUTO_DTYPE}")
     max_model_len: int = Field(2048, ge=16, description="Longest sequence of an engine, tokens.")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences that an engine decodes at a time.")
     kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, description="Memory of the engine's KV cache, bytes.")
@@ -86,7 +96,7 @@ class Extraction(Section):
     layer_ids: list[int] = Field(
         min_length=1, max_length=8, description="Tapped layers, ascending: id i is the residual stream entering layer i, 1 <= i <= number of layers."
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Dtype of the stored states (and of the engine).")
+    dtype: Dtype = Field("bfloat16", description=f"Dtype of the stored states (and of the extracting engine). {AUTO_DTYPE}")
     samples_per_shard: int = Field(64, ge=1, description="Samples per shard; also the unit that an interrupted dump resumes at.")
     max_num_seqs: int = Field(8, ge=1, description="Sequences that the extracting engine prefills at a time.")
     disk_reserve_bytes: int = Field(1 << 30, ge=0, description="Free space that a dump must leave on its file system, bytes.")

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
-from stages.decoding.speculative import Device
 from stages.errors import DraftlineError
+from stages.installed import Device
 from stages.process import end_process_tree
 
 PR_SET_PDEATHSIG = 1

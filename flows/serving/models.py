@@ -14,8 +14,8 @@ from flows.serving.places import Places
 from flows.verifiers import SUFFIX
 from flows.workspace import WORKSPACES
 from stages.artifacts import staged_directory
-from stages.decoding.speculative import Device
 from stages.errors import DraftlineError
+from stages.installed import Device
 from stages.pairing.identity import compute_identity
 from stages.pairing.store import MODELS
 from stages.params import Params

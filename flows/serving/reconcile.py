@@ -29,8 +29,8 @@ from flows.serving.proxy import Proxy, haproxy
 from flows.serving.state import Refused, State, Target, all_states, read_state, remove_state, write_state
 from flows.serving.supervisor import Supervisor
 from stages.artifacts import read_json
-from stages.decoding.speculative import Device, installed_device
 from stages.errors import DraftlineError
+from stages.installed import Device, installed_device
 from stages.params import Params
 from stages.process import output_lock
 from stages.servers import free_port

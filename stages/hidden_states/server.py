@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stages.decoding.speculative import Device, installed_device
 from stages.environment import EAGER, ENGINE, LOCAL, THREADS
 from stages.hidden_states.mooncake import ENVIRONMENT, load_library
+from stages.installed import Device, installed_device
 from stages.servers import ServerError, cause, free_port, start, stop, vllm_command, wait_until_healthy
 
 MODEL_NAME = "verifier"

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from stages.artifacts import read_json, write_json
-from stages.decoding.speculative import installed_device
 from stages.errors import ArtifactError
 from stages.hidden_states.cache import open_cache
 from stages.hidden_states.engines import Engines
@@ -30,6 +29,7 @@ from stages.hidden_states.spool import file_system, memory_spool
 from stages.hidden_states.stores import Store, StoreError
 from stages.hidden_states.stream import Pace, Stream
 from stages.hidden_states.transport import Transport, open_store
+from stages.installed import installed_device
 from stages.params import Extraction
 from stages.params_file import describe
 from stages.servers import free_port

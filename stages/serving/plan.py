@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from stages.decoding.speculative import DISTRIBUTIONS, Device, installed_device, spec_config
+from stages.decoding.speculative import spec_config
 from stages.environment import EAGER, ENGINE, LOCAL, THREADS
+from stages.installed import DISTRIBUTIONS, Device, installed_device
 from stages.params import Params
 from stages.servers import vllm_command
 

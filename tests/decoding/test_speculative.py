@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from stages import installed
 from stages.artifacts import read_json
-from stages.decoding import speculative
-from stages.decoding.speculative import Device, installed_device, ngram_config, spec_config
+from stages.decoding.speculative import ngram_config, spec_config
 from stages.errors import ArtifactError, DraftlineError
+from stages.installed import Device, installed_device
 from tests.drafters.kinds import write_checkpoint
 from tests.drafters.shapes import config
 
@@ -60,6 +61,6 @@ def test_prompt_lookup() -> None:
 
 def test_the_device_is_that_of_the_installed_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed_device() in ("cpu", "cuda", "ascend")
-    monkeypatch.setattr(speculative, "DISTRIBUTIONS", {"no-such-distribution-of-vllm": "cpu"})
+    monkeypatch.setattr(installed, "DISTRIBUTIONS", {"no-such-distribution-of-vllm": "cpu"})
     with pytest.raises(DraftlineError, match="no vLLM is installed"):
         installed_device()
