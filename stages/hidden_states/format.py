@@ -145,10 +145,8 @@ def estimate_bytes(plan: Plan, tokens: int | None = None) -> int:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite. A finite sum proves it in one pass; only another sum needs a look at each value."""
-    import torch
-
-    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+    """Whether no value is NaN or infinite. The extremes prove it in one pass, several times as fast as a copy: a NaN is both of them."""
+    return tensor.numel() == 0 or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def refusal(sample: str, token_ids: torch.Tensor, hidden_states: torch.Tensor, expected: list[int], plan: Plan) -> str | None:

@@ -66,6 +66,7 @@ def test_a_fresh_sample_is_refused_for_its_length_its_tokens_its_dtype_and_value
 def test_finiteness_is_exact(dtype: torch.dtype) -> None:
     huge = torch.full((300, 3, 8), torch.finfo(dtype).max, dtype=dtype)
     assert all_finite(huge), "finite, although the sum is not"
+    assert all_finite(huge[:0])
     for value in (float("nan"), float("inf"), float("-inf")):
         states = torch.randn(300, 3, 8).to(dtype)
         assert all_finite(states)
