@@ -93,7 +93,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise ArtifactError(f"{path}: no such file; run the stage that writes it (dvc repro)") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path}: not valid JSON: {error}") from None
+        raise ArtifactError(f"{path}: not valid JSON: {error}; run the stage that writes it (dvc repro)") from None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from stages.artifacts import canonical_json, sha256_bytes, write_atomic
@@ -131,7 +132,8 @@ class DigestCache:
     def save(self) -> None:
         if self.path is not None:
             self.entries = dict(list(self.entries.items())[-KEEP:])
-            write_atomic(self.path, json.dumps({"format": FORMAT, "digests": self.entries}))  # in order of age: not sorted
+            with suppress(OSError):  # a read-only or full file system: nothing is remembered
+                write_atomic(self.path, json.dumps({"format": FORMAT, "digests": self.entries}))  # in order of age: not sorted
 
 
 def _hash_all(jobs: list[Job]) -> list[tuple[str, bool]]:
@@ -142,7 +144,7 @@ def _hash_all(jobs: list[Job]) -> list[tuple[str, bool]]:
             return list(pool.map(lambda job: _hash_one(job, lambda _: None), jobs))
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verifier: digest") as bar, ThreadPoolExecutor(threads) as pool:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="digest") as bar, ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda job: _hash_one(job, bar.update), jobs))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.artifacts import sha256_bytes
 from stages.pairing.identity import compute_identity
 from stages.pairing.signatures import KEEP, DigestCache, signature
 from tests.pairing.edits import copy_model, edit_json, flip_weight_byte, sparse_shard
@@ -68,6 +69,14 @@ def test_a_damaged_cache_is_an_empty_one(damage: str, tiny_verifier: Path, tmp_p
     path.write_text(damage)
     assert compute_identity(tiny_verifier, path).digest == compute_identity(tiny_verifier).digest
     assert DigestCache(path).entries
+
+
+def test_where_the_cache_cannot_be_written_files_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    cache = DigestCache(file / "digests.json")
+    assert cache.digests([(file, "raw")]) == [sha256_bytes(b"x")]
+    assert DigestCache(cache.path).entries == {}
 
 
 def test_a_json_file_and_the_same_bytes_as_raw_file_do_not_share_a_digest(tmp_path: Path) -> None:
