@@ -20,6 +20,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,6 +29,8 @@ from stages.errors import ArtifactError
 
 SPLITS = ("train", "validation", "evaluation")
 ROWS_PER_GROUP = 512
+MOST_TOKENS = 1 << 22
+"""No vocabulary is as large: a token id from here on is damage, and would fill the memory with `_INTEGERS`."""
 
 SCHEMA = pa.schema(
     [
@@ -140,17 +143,65 @@ def _table(samples: list[TokenSample]) -> pa.Table:
 
 
 def iter_split(prepared: Path, split: str) -> Iterator[TokenSample]:
-    """Read one split in order, a row group in memory at a time."""
+    """Read one split in order, a row group in memory at a time.
+
+    Raises:
+        ArtifactError: no such file, or not what prepare writes.
+    """
     path = split_file(prepared, split)
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; run the prepare stage (dvc repro prepare)")
-    with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group).combine_chunks()
-            lists = [_lists(table[name].chunk(0)) for name in ("input_ids", "loss_mask")]
-            rest = (table[name].to_pylist() for name in ("id", "kind", "prompt_length", "turns", "messages"))
-            for ids, mask, name, kind, prompt_length, turns, messages in zip(*lists, *rest, strict=True):
-                yield TokenSample(name, kind, ids, mask, prompt_length, turns, json.loads(messages))
+    try:
+        with pq.ParquetFile(path) as file:
+            _require_columns(file.schema_arrow)
+            for group in range(file.num_row_groups):
+                yield from _samples(file.read_row_group(group, columns=SCHEMA.names).combine_chunks())
+    # What a damaged file raises, Arrow decides: its own exceptions, plain OSErrors, UnicodeDecodeErrors.
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: not what prepare writes: {' '.join(str(error).split())}; run the prepare stage (dvc repro prepare)") from None
+
+
+def _require_columns(schema: pa.Schema) -> None:
+    """Raises ValueError: a column of `SCHEMA` is not there, or holds something else."""
+    for field in SCHEMA:
+        index = schema.get_field_index(field.name)
+        if index < 0:
+            raise ValueError(f"no column {field.name}")
+        if schema.field(index).type != field.type:
+            raise ValueError(f"column {field.name} is {schema.field(index).type}, expected {field.type}")
+
+
+def _samples(table: pa.Table) -> Iterator[TokenSample]:
+    """The samples of one row group. Raises ValueError: a value that prepare does not write."""
+    if table.num_rows == 0:
+        return
+    columns = {name: table[name].chunk(0) for name in SCHEMA.names}
+    for name, column in columns.items():
+        if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
+            raise ValueError(f"column {name} lacks values")
+    ids, masks = columns["input_ids"], columns["loss_mask"]
+    tokens, lengths, prompts = ids.flatten().to_numpy(), np.diff(ids.offsets.to_numpy()), columns["prompt_length"].to_numpy()
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < MOST_TOKENS:
+        raise ValueError(f"column input_ids holds {tokens.min()} to {tokens.max()}, token ids are 0 to {MOST_TOKENS - 1}")
+    if masks.flatten().to_numpy().max(initial=0) > 1:
+        raise ValueError(f"column loss_mask holds {masks.flatten().to_numpy().max()}, a mask is 0 or 1")
+    for name, wrong in (("loss_mask", np.diff(masks.offsets.to_numpy()) != lengths), ("prompt_length", (prompts < 0) | (prompts > lengths))):
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise ValueError(f"{name} of sample {columns['id'][row]} does not fit its {lengths[row]} input_ids")
+    rest = (columns[name].to_pylist() for name in ("id", "kind", "prompt_length", "turns", "messages"))
+    for token_ids, mask, name, kind, prompt_length, turns, messages in zip(_lists(ids), _lists(masks), *rest, strict=True):
+        yield TokenSample(name, kind, token_ids, mask, prompt_length, turns, _messages(name, messages))
+
+
+def _messages(sample: str, text: str) -> list[dict[str, Any]]:
+    try:
+        messages = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"messages of sample {sample}: not valid JSON: {error}") from None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"messages of sample {sample}: not a list of messages")
+    return messages
 
 
 _INTEGERS: list[int] = []
