@@ -29,6 +29,8 @@ from stages.errors import ArtifactError
 
 SPLITS = ("train", "validation", "evaluation")
 ROWS_PER_GROUP = 512
+REDO = "run `dvc repro --force --single-item prepare`, then `dvc repro`"
+"""What mends a split that is not as it was written, also where DVC has taken it for the stage's output."""
 MOST_TOKENS = 1 << 22
 """No vocabulary is as large: a token id from here on is damage, and would fill the memory with `_INTEGERS`."""
 
@@ -158,7 +160,7 @@ def iter_split(prepared: Path, split: str) -> Iterator[TokenSample]:
                 yield from _samples(file.read_row_group(group, columns=SCHEMA.names).combine_chunks())
     # What a damaged file raises, Arrow decides: its own exceptions, plain OSErrors, UnicodeDecodeErrors.
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: not what prepare writes: {' '.join(str(error).split())}; run the prepare stage (dvc repro prepare)") from None
+        raise ArtifactError(f"{path}: not what prepare writes: {' '.join(str(error).split())}; {REDO}") from None
 
 
 def _require_columns(schema: pa.Schema) -> None:

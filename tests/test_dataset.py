@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.dataset import ROWS_PER_GROUP, TokenSample, iter_split, read_split, split_file, split_writer, write_split
+from stages.dataset import REDO, ROWS_PER_GROUP, TokenSample, iter_split, read_split, split_file, split_writer, write_split
 from stages.errors import ArtifactError
 
 
@@ -53,7 +53,7 @@ def refusal(folder: Path) -> str:
     """What reading the training split is refused with: one line that names the file and what to do."""
     with pytest.raises(ArtifactError) as refused:
         read_split(folder, "train")
-    found = re.fullmatch(rf"{split_file(folder, 'train')}: not what prepare writes: (.+); run the prepare stage \(dvc repro prepare\)", str(refused.value))
+    found = re.fullmatch(rf"{split_file(folder, 'train')}: not what prepare writes: (.+); {REDO}", str(refused.value))
     assert found is not None, refused.value
     return found[1]
 
