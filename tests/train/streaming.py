@@ -126,6 +126,11 @@ class Process:
         # As a terminal would show it: progress bars move the cursor.
         return status, re.sub(r"\x1b\[A|\r", "\n", self.log.read_text(encoding="utf-8"))
 
+    def interrupt(self) -> None:
+        """Ctrl-C: a terminal tells all of its processes."""
+        for process in (psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)):
+            process.send_signal(signal.SIGINT)
+
     def __enter__(self) -> Process:
         return self
 
