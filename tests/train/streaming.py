@@ -128,7 +128,8 @@ class Process:
 
     def interrupt(self) -> None:
         """Ctrl-C: a terminal tells all of its processes."""
-        for process in (psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)):
+        parent = psutil.Process(self.process.pid)
+        for process in (*parent.children(recursive=True), parent):
             process.send_signal(signal.SIGINT)
 
     def __enter__(self) -> Process:
