@@ -28,6 +28,8 @@ from stages.errors import ArtifactError
 
 SPLITS = ("train", "validation", "evaluation")
 ROWS_PER_GROUP = 512
+REDO = "run `dvc repro --force --single-item prepare`, then `dvc repro`"
+"""What mends a split that is not as it was written."""
 
 SCHEMA = pa.schema(
     [
@@ -144,13 +146,18 @@ def iter_split(prepared: Path, split: str) -> Iterator[TokenSample]:
     path = split_file(prepared, split)
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; run the prepare stage (dvc repro prepare)")
-    with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group).combine_chunks()
-            lists = [_lists(table[name].chunk(0)) for name in ("input_ids", "loss_mask")]
-            rest = (table[name].to_pylist() for name in ("id", "kind", "prompt_length", "turns", "messages"))
-            for ids, mask, name, kind, prompt_length, turns, messages in zip(*lists, *rest, strict=True):
-                yield TokenSample(name, kind, ids, mask, prompt_length, turns, json.loads(messages))
+    try:
+        with pq.ParquetFile(path) as file:
+            if not file.schema_arrow.equals(SCHEMA):
+                raise ArtifactError(f"{path}: other columns than prepare writes; {REDO}")
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group).combine_chunks()
+                lists = [_lists(table[name].chunk(0)) for name in ("input_ids", "loss_mask")]
+                rest = (table[name].to_pylist() for name in ("id", "kind", "prompt_length", "turns", "messages"))
+                for ids, mask, name, kind, prompt_length, turns, messages in zip(*lists, *rest, strict=True):
+                    yield TokenSample(name, kind, ids, mask, prompt_length, turns, json.loads(messages))
+    except (pa.ArrowException, OSError) as error:
+        raise ArtifactError(f"{path}: damaged: {' '.join(str(error).split())}; {REDO}") from None
 
 
 _INTEGERS: list[int] = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.dataset import ROWS_PER_GROUP, TokenSample, iter_split, read_split, split_file, split_writer, write_split
+from stages.errors import ArtifactError
 
 
 def sample(number: int, ids: list[int]) -> TokenSample:
@@ -22,6 +24,19 @@ def test_samples_survive_a_file(tmp_path_factory: object, lists: list[list[int]]
     samples = [sample(number, ids) for number, ids in enumerate(lists)]
     assert write_split(folder, "train", samples) == len(samples)
     assert read_split(folder, "train") == samples
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "other columns"])
+def test_a_damaged_split_is_one_line(damage: str, tmp_path: Path) -> None:
+    write_split(tmp_path, "train", [sample(number, [1, 2, 3]) for number in range(20)])
+    path = split_file(tmp_path, "train")
+    content = path.read_bytes()
+    if damage == "other columns":
+        pq.write_table(pq.read_table(path).drop_columns(["loss_mask"]), path)
+    else:
+        path.write_bytes({"cut": content[: len(content) // 2], "zeroed": bytes(len(content)), "empty": b""}[damage])
+    with pytest.raises(ArtifactError, match=r"samples\.parquet: .*; run `dvc repro --force --single-item prepare`, then `dvc repro`$"):
+        read_split(tmp_path, "train")
 
 
 def test_row_groups_do_not_depend_on_how_samples_arrive(tmp_path: Path) -> None:

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors import safe_open
 
 from stages.artifacts import atomic_path, read_json, sha256_file, write_json
 from stages.errors import ArtifactError
 from stages.hidden_states.files import remove_leftovers, save_tensors
 from stages.hidden_states.format import HiddenSample, Plan, SampleMismatch, UnusableSampleError, plan_differences
+from stages.pairing.signatures import DigestCache
+from stages.params_file import describe
 
 PLAN_FILE = "plan.json"
 FORMAT = 1
+DIGESTS = "digests.json"
 OPEN_SHARDS = 64
 """Shards that a reader keeps open (mapped, not loaded)."""
 
@@ -78,19 +82,17 @@ class ShardWriter:
                 raise PlanError(f"{path}: absent, but {directory} holds shards of an unknown plan; delete the directory")
             write_json(path, wanted)
         remove_leftovers(directory)
-        self.finished: dict[int, ShardEntry] = {}
-        for index in range(plan.shards):
-            entry = self._final(index)
-            if entry is not None:
-                self.finished[index] = entry
+        rows = {index: row for index in range(plan.shards) if (row := self._row(index)) is not None}
+        digests = DigestCache(None).digests([(directory / row.file, "raw") for row in rows.values()])
+        self.finished = {index: row for (index, row), digest in zip(rows.items(), digests, strict=True) if digest == row.sha256}
 
-    def _final(self, index: int) -> ShardEntry | None:
-        row = self.directory / f"{shard_name(index)}.json"
-        if not row.is_file():
+    def _row(self, index: int) -> ShardEntry | None:
+        """The row of a shard whose file is there; one that cannot be read is none."""
+        try:
+            row = ShardEntry(**read_json(self.directory / f"{shard_name(index)}.json"))
+        except (ArtifactError, TypeError):
             return None
-        entry = ShardEntry(**read_json(row))
-        file = self.directory / entry.file
-        return entry if file.is_file() and file.stat().st_size == entry.bytes else None
+        return row if (self.directory / row.file).is_file() else None
 
     def write(self, index: int, samples: Iterable[HiddenSample], rejected: Mapping[str, str] | None = None) -> ShardEntry:
         """Make shard `index` final.
@@ -141,17 +143,50 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}"
 
 
+class ShardRow(BaseModel):
+    """What the manifest says of a shard: `ShardEntry` without the samples that are missing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    file: str
+    bytes: int
+    sha256: str
+    ids: list[str]
+    tokens: list[int]
+
+    @model_validator(mode="after")
+    def _one_length_each(self) -> ShardRow:
+        if len(self.ids) != len(self.tokens):
+            raise ValueError(f"{len(self.ids)} ids and {len(self.tokens)} tokens: one of each per sample")
+        return self
+
+
+class DumpManifest(BaseModel):
+    """`outputs/extract/manifest.json` of a dump."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: int
+    verifier: str
+    plan: dict[str, Any]
+    directory: str
+    samples: int
+    tokens: int
+    rejected: dict[str, str]
+    shards: list[ShardRow]
+
+
 class Dump:
     """A finished dump, read sample by sample. Safe to use from several threads."""
 
-    def __init__(self, directory: Path, plan: Plan, shards: list[Mapping[str, Any]]) -> None:
+    def __init__(self, directory: Path, plan: Plan, shards: list[ShardRow]) -> None:
         self.directory = directory
         self.plan = plan
         self._places: dict[str, tuple[str, int, int]] = {}
         for shard in shards:
             start = 0
-            for sample, tokens in zip(shard["ids"], shard["tokens"], strict=True):
-                self._places[sample] = (shard["file"], start, start + tokens)
+            for sample, tokens in zip(shard.ids, shard.tokens, strict=True):
+                self._places[sample] = (shard.file, start, start + tokens)
                 start += tokens
         self._open: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -223,23 +258,39 @@ REDO = "run `dvc repro --force --single-item extract`, then `dvc repro`"
 def open_dump(manifest_path: Path, verifier: str) -> Dump:
     """Open the dump that a manifest names.
 
+    Every shard is held against its digest; the digests are remembered beside the manifest, and a shard that nobody wrote to is not
+    read again.
+
     Args:
         verifier: digest of the identity that the states must have come from.
     Raises:
-        ArtifactError: no manifest (an interrupted dump has none), another verifier, a shard that is missing or has another size.
+        ArtifactError: no manifest (an interrupted dump has none), one that extract has not written, another verifier, a shard that is
+            missing or has other content.
     """
     if not manifest_path.is_file():
         raise ArtifactError(f"{manifest_path}: no such file; the extraction is not finished (dvc repro extract)")
     manifest = read_json(manifest_path)
-    if manifest.get("format") != FORMAT:
-        raise ArtifactError(f"{manifest_path}: format {manifest.get('format')!r}, this version reads {FORMAT}; {REDO}")
-    if manifest["verifier"] != verifier:
-        raise ArtifactError(f"{manifest_path}: states of verifier {manifest['verifier'][:12]}, the current one is {verifier[:12]}; run dvc repro")
-    directory = manifest_path.parent / manifest["directory"]
-    for shard in manifest["shards"]:
-        file = directory / shard["file"]
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = f"format {manifest.get('format')!r}" if isinstance(manifest, dict) else f"a {type(manifest).__name__}"
+        raise ArtifactError(f"{manifest_path}: {found}, this version reads format {FORMAT}; {REDO}")
+    try:
+        listed = DumpManifest.model_validate(manifest)
+        plan = Plan.from_json(listed.plan)
+    except ValidationError as error:
+        raise ArtifactError(f"{describe(error, manifest_path)}; {REDO}") from None
+    except (KeyError, TypeError) as error:
+        raise ArtifactError(f"{manifest_path}: plan: {error}; {REDO}") from None
+    if listed.verifier != verifier:
+        raise ArtifactError(f"{manifest_path}: states of verifier {listed.verifier[:12]}, the current one is {verifier[:12]}; run dvc repro")
+    directory = manifest_path.parent / listed.directory
+    for shard in listed.shards:
+        file = directory / shard.file
         if not file.is_file():
             raise ArtifactError(f"{file}: missing, but listed in {manifest_path}; {REDO}")
-        if file.stat().st_size != shard["bytes"]:
-            raise ArtifactError(f"{file}: {file.stat().st_size} bytes, {manifest_path} says {shard['bytes']}; {REDO}")
-    return Dump(directory, Plan.from_json(manifest["plan"]), manifest["shards"])
+        if file.stat().st_size != shard.bytes:
+            raise ArtifactError(f"{file}: {file.stat().st_size} bytes, {manifest_path} says {shard.bytes}; {REDO}")
+    digests = DigestCache(manifest_path.parent / DIGESTS).digests([(directory / shard.file, "raw") for shard in listed.shards])
+    for shard, digest in zip(listed.shards, digests, strict=True):
+        if digest != shard.sha256:
+            raise ArtifactError(f"{directory / shard.file}: content differs from the sha256 in {manifest_path}; {REDO}")
+    return Dump(directory, plan, listed.shards)

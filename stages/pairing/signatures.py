@@ -142,7 +142,7 @@ def _hash_all(jobs: list[Job]) -> list[tuple[str, bool]]:
             return list(pool.map(lambda job: _hash_one(job, lambda _: None), jobs))
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verifier: digest") as bar, ThreadPoolExecutor(threads) as pool:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="digest") as bar, ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda job: _hash_one(job, bar.update), jobs))
 
 

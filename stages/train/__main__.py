@@ -19,6 +19,7 @@ from stages.drafters.algorithms import ALGORITHMS, Target
 from stages.drafters.calibration import CALIBRATION_FILE
 from stages.errors import DraftlineError
 from stages.hidden_states.format import data_digest
+from stages.hidden_states.shards import open_dump
 from stages.hidden_states.source import States, mode_of, open_states
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import VerifierIdentity, read_identity
@@ -77,6 +78,8 @@ def run(params: Params, output: Path) -> None:
             f"params.yaml: train.ranks = {ranks}: with extraction.mode = {mode!r} one process reads the stream; set train.ranks 1, or extraction.mode offline"
         )
     if ranks > 1 and not launched():
+        # Once: what it remembers spares each rank the reading of the whole dump.
+        open_dump(OUTPUTS / "extract" / "manifest.json", read_identity().digest)
         launch(ranks)
         return
     with joined(params.train) as joint:

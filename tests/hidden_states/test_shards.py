@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.artifacts import read_json
+from stages.artifacts import read_json, write_json
 from stages.errors import ArtifactError
 from stages.hidden_states import shards
 from stages.hidden_states.format import SampleMismatch
 from stages.hidden_states.shards import PlanError, ShardWriter, open_dump
+from stages.pairing import signatures
 from tests.hidden_states.samples import make_plan, make_samples, write_shards
 
 LENGTHS = [3, 1, 7, 4, 9, 2, 5, 6, 1, 8]
@@ -153,6 +155,57 @@ def test_a_dump_of_another_verifier_and_missing_or_truncated_shards_are_refused(
     shard.unlink()
     with pytest.raises(ArtifactError, match=r"shard-00001\.safetensors: missing"):
         open_dump(manifest, VERIFIER)
+
+
+@pytest.mark.parametrize("spoil", [lambda content: bytes(len(content)), lambda content: content[:-5] + bytes([content[-5] ^ 4]) + content[-4:]])
+def test_a_shard_of_the_right_size_with_other_content_is_refused(spoil: Callable[[bytes], bytes], manifest: Path) -> None:
+    """States that nobody has computed train as readily as the verifier's."""
+    open_dump(manifest, VERIFIER)
+    shard = manifest.parent / "dumps" / "a" / "shard-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(spoil(content))
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=r"shard-00001\.safetensors: content differs from the sha256 in .*manifest\.json; run `dvc repro"):
+            open_dump(manifest, VERIFIER)
+    # What the message says to do mends it.
+    writer = ShardWriter(shard.parent, make_plan(LENGTHS))
+    assert 1 not in writer.finished
+    assert 0 in writer.finished
+    shard.write_bytes(content)
+    assert ShardWriter(shard.parent, make_plan(LENGTHS)).complete
+    open_dump(manifest, VERIFIER)
+
+
+def test_a_dump_that_nobody_wrote_to_is_hashed_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_dump(manifest, VERIFIER)
+    monkeypatch.setattr(signatures, "METHODS", {})
+    open_dump(manifest, VERIFIER)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda content: [], "a list, this version reads format 1"),
+        (lambda content: {**content, "format": 7}, "format 7, this version reads format 1"),
+        (lambda content: {"format": 1}, r"manifest\.json: verifier"),
+        (lambda content: {**content, "plan": {}}, "plan: 'layer_ids'"),
+        (lambda content: {**content, "shards": [{**content["shards"][0], "ids": ["one"]}]}, r"shards\.0: .*1 ids and 4 tokens: one of each per sample"),
+        (lambda content: {**content, "shards": [{"file": "x"}]}, r"shards\.0\.bytes"),
+    ],
+)
+def test_a_manifest_that_extract_has_not_written_is_one_line(change: Callable[[Any], Any], says: str, manifest: Path) -> None:
+    write_json(manifest, change(read_json(manifest)))
+    with pytest.raises(ArtifactError, match=says) as refused:
+        open_dump(manifest, VERIFIER)
+    assert "run `dvc repro" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_shard_whose_row_cannot_be_read_is_made_again(manifest: Path) -> None:
+    row = manifest.parent / "dumps" / "a" / "shard-00001.json"
+    for content in ("", "{}", "[]"):
+        row.write_text(content)
+        assert 1 not in ShardWriter(row.parent, make_plan(LENGTHS)).finished
 
 
 def test_rejected_samples_are_named_in_the_manifest_and_cannot_be_read(tmp_path: Path) -> None:
