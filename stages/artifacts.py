@@ -96,6 +96,21 @@ def read_json(path: Path) -> Any:
         raise ArtifactError(f"{path}: not valid JSON: {error}; run the stage that writes it (dvc repro)") from None
 
 
+def read_object(path: Path, *required: str) -> dict[str, Any]:
+    """Read a JSON object that a stage wrote.
+
+    Raises:
+        ArtifactError: absent, not JSON, not an object, or one without a key of `required`.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: expected a JSON object, found {type(value).__name__}; run the stage that writes it again")
+    for key in required:
+        if key not in value:
+            raise ArtifactError(f"{path}: {key} is missing; run the stage that writes it again")
+    return value
+
+
 @contextmanager
 def staged_directory(final: Path) -> Iterator[Path]:
     """A fresh temporary sibling of `final` that replaces it if the block ends well.
@@ -159,7 +174,10 @@ def read_manifest(directory: Path, verifier: str | None = None, verify: bool = T
     path = directory / MANIFEST
     if not path.is_file():
         raise ArtifactError(f"{directory}: incomplete (no {MANIFEST}); run the stage that writes it again")
-    manifest: dict[str, Any] = read_json(path)
+    manifest = read_object(path, "verifier", "files")
+    table = manifest["files"]
+    if not isinstance(table, dict) or not all(isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) for entry in table.values()):
+        raise ArtifactError(f"{path}: files does not hold bytes and sha256 of each; run the stage that writes it again")
     if verifier is not None and manifest["verifier"] != verifier:
         raise ArtifactError(f"{path}: made for verifier {manifest['verifier'][:12]}, the current one is {verifier[:12]}; run dvc repro")
     for name, entry in manifest["files"].items():

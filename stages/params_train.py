@@ -12,9 +12,15 @@ from stages.params_file import Section, Seed
 class LossWeights(Section):
     """Weights of the three losses (DSpark paper)."""
 
-    ce: float = Field(0.1, ge=0.0, description="Cross-entropy with the data's token.")
-    tv: float = Field(0.9, ge=0.0, description="L1 distance between drafter and verifier distributions.")
-    confidence: float = Field(1.0, ge=0.0, description="Binary cross-entropy of the confidence head.")
+    ce: float = Field(0.1, ge=0.0, le=1e4, description="Cross-entropy with the data's token.")
+    tv: float = Field(0.9, ge=0.0, le=1e4, description="L1 distance between drafter and verifier distributions.")
+    confidence: float = Field(1.0, ge=0.0, le=1e4, description="Binary cross-entropy of the confidence head.")
+
+    @model_validator(mode="after")
+    def _something_is_learnt(self) -> LossWeights:
+        if not self.ce and not self.tv:
+            raise ValueError("ce = 0 and tv = 0: nothing would teach the drafter what to draft; set one of them above 0")
+        return self
 
 
 class Train(Section):
@@ -34,7 +40,7 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="Matrix products; weights and moments stay fp32. auto: bf16 on a GPU and where the processor has instructions for it, else fp32."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores. Another number may change the last bits of a result.")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; null: all cores. Another number may change the last bits of a result.")
     ranks: int = Field(1, ge=1, le=4096, description="Processes that train together, each on its share of a step; started by the stage, or by torchrun.")
     parallel: Literal["none", "ddp", "fsdp2"] = Field(
         "none", description="How ranks share a step: ddp: each holds all weights; fsdp2: weights, gradients and moments are divided among them."
@@ -48,6 +54,15 @@ class Train(Section):
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
     validation_every: int = Field(200, ge=1, description="Steps between validations.")
     validation_samples: int = Field(32, ge=1, description="Sequences of one validation.")
+
+    @model_validator(mode="after")
+    def _decay_leaves_something(self) -> Train:
+        if self.weight_decay and self.weight_decay * self.learning_rate >= 1:
+            raise ValueError(
+                f"weight_decay = {self.weight_decay:g} with learning_rate = {self.learning_rate:g}: a step would take away all of each weight, or more; "
+                "their product must be below 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _several_ranks_share_somehow(self) -> Train:

@@ -22,6 +22,7 @@ from stages.artifacts import (
     file_table,
     read_json,
     read_manifest,
+    read_object,
     sha256_bytes,
     sha256_file,
     staged_directory,
@@ -51,6 +52,31 @@ def kill_when_it_says(process: subprocess.Popen[str], word: str) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
+
+
+class TestObjects:
+    @pytest.mark.parametrize(
+        ("content", "says"),
+        [
+            ([], "expected a JSON object, found list"),
+            (None, "expected a JSON object, found NoneType"),
+            ({"a": 1}, "b is missing"),
+        ],
+    )
+    def test_what_is_no_report_is_one_line(self, content: Any, says: str, tmp_path: Path) -> None:
+        write_json(tmp_path / "report.json", content)
+        with pytest.raises(ArtifactError, match=rf"report\.json: {says}; run the stage that writes it again$"):
+            read_object(tmp_path / "report.json", "a", "b")
+
+    def test_one_with_its_keys_is_read(self, tmp_path: Path) -> None:
+        write_json(tmp_path / "report.json", {"a": 1, "b": None})
+        assert read_object(tmp_path / "report.json", "a", "b") == {"a": 1, "b": None}
+
+    @pytest.mark.parametrize("files", [[], {"x": 1}, {"x": {"bytes": 1}}])
+    def test_a_manifest_without_its_table_is_one_line(self, files: Any, tmp_path: Path) -> None:
+        write_json(tmp_path / MANIFEST, {"verifier": "v", "files": files})
+        with pytest.raises(ArtifactError, match="files does not hold bytes and sha256 of each"):
+            read_manifest(tmp_path, "v")
 
 
 class TestAtomicFiles:

@@ -58,11 +58,11 @@ def refusal(folder: Path) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("cut", [0, 1, 100, -9, -1])
-def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize("damage", [lambda content: bytes(len(content)), *(lambda content, cut=cut: content[:cut] for cut in (0, 1, 100, -9, -1))])
+def test_a_truncated_or_zeroed_file_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     write_split(tmp_path, "train", [sample(number, [1, 2, 3]) for number in range(5)])
     path = split_file(tmp_path, "train")
-    path.write_bytes(path.read_bytes()[:cut])
+    path.write_bytes(damage(path.read_bytes()))
     assert "Parquet" in refusal(tmp_path)
 
 

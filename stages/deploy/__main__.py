@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import read_json, write_json
+from stages.artifacts import read_json, read_object, write_json
 from stages.decoding.costs import this_machine
 from stages.decoding.speculative import spec_config
 from stages.errors import ArtifactError
@@ -28,6 +28,8 @@ from stages.serving.fetch import fetch, prune
 from stages.serving.plan import build_plan, installed_engine
 from stages.serving.speculation import Speculation, plan_speculation
 
+VERSION_KEYS = ("name", "version", "run_id", "content", "verifier", "tracking_uri")
+
 
 def choose(params: Params, registered: dict[str, Any], draft_tokens: int) -> Speculation:
     """Draft tokens by batch size, from evaluate's report.
@@ -39,7 +41,7 @@ def choose(params: Params, registered: dict[str, Any], draft_tokens: int) -> Spe
     if params.deploy.speculation == "fixed":
         return Speculation(None)
     path = OUTPUTS / "evaluate" / "report.json"
-    report = read_json(path)
+    report = read_object(path)
     if report.get("checkpoint") != registered["content"]:
         raise ArtifactError(f"{path}: about checkpoint {str(report.get('checkpoint'))[:12]}, registered is {registered['content'][:12]}; run dvc repro")
     return plan_speculation(report, this_machine("vllm"), params.engine.dtype, draft_tokens, params.deploy.max_num_seqs, str(path))
@@ -47,7 +49,7 @@ def choose(params: Params, registered: dict[str, Any], draft_tokens: int) -> Spe
 
 def run(params: Params, output: Path) -> None:
     identity = read_identity()
-    registered = read_json(OUTPUTS / "register" / "version.json")
+    registered = read_object(OUTPUTS / "register" / "version.json", *VERSION_KEYS)
     checkpoint = fetch(registered)
     require_pair(checkpoint, identity)
     device = installed_device() if params.deploy.device == "auto" else params.deploy.device

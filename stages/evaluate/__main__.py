@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import digest_json, read_json, read_manifest, staged_directory, write_atomic, write_json
+from stages.artifacts import digest_json, read_manifest, read_object, staged_directory, write_atomic, write_json
 from stages.dataset import TokenSample, choose_per_kind, read_split
 from stages.decoding.engine import engine_config
 from stages.errors import ArtifactError, DraftlineError
@@ -46,7 +46,7 @@ def run(params: Params, output: Path) -> None:
     checkpoint = OUTPUTS / "convert" / "checkpoint"
     manifest = read_manifest(checkpoint, identity.digest)
     require_pair(checkpoint, identity)
-    gate = read_json(OUTPUTS / "gate" / "report.json")
+    gate = read_object(OUTPUTS / "gate" / "report.json", "verdict", "checkpoint")
     content = digest_json(manifest["files"])
     if gate["verdict"] != "pass" or gate["checkpoint"] != content:
         raise DraftlineError(f"{OUTPUTS / 'gate' / 'report.json'}: this checkpoint has not passed the gate; run dvc repro gate")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import read_json, read_manifest
+from stages.artifacts import read_json, read_manifest, read_object
 from stages.errors import DraftlineError
 from stages.evaluate.tables import Row, percent, table
 from stages.pairing.identity import VerifierIdentity, read_identity
@@ -64,14 +64,14 @@ def summary(outputs: Path, params: Params) -> str:
     identity = read_identity(outputs / "verifier" / "identity.json")
     checkpoint = outputs / "convert" / "checkpoint"
     manifest = read_manifest(checkpoint, verify=False)
-    evaluation: dict[str, Any] = read_json(outputs / "evaluate" / "report.json")
-    version = read_json(outputs / "register" / "version.json")
+    evaluation = read_object(outputs / "evaluate" / "report.json", "speed", "verdict", "reason", "acceptance_length", "per_position", "prompt_lookup")
+    version = read_object(outputs / "register" / "version.json", "name", "version")
     speed = evaluation["speed"]
     ratio = speed["ratio"]
     facts = [
         ("verifier", verifier_line(params, identity)),
         ("drafter", drafter_line(read_json(checkpoint / "config.json"), manifest["files"])),
-        *gate_facts(read_json(outputs / "gate" / "report.json")),
+        *gate_facts(read_object(outputs / "gate" / "report.json", "dtypes", "parity")),
         ("registered", f"{version['name']} version {version['version']}"),
         ("verdict", f"{evaluation['verdict']}: {evaluation['reason']}"),
         (

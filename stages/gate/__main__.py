@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import digest_json, read_json, read_manifest, write_json
+from stages.artifacts import digest_json, read_json, read_manifest, read_object, write_json
 from stages.dataset import TokenSample, choose_per_kind, read_split
 from stages.decoding.engine import EngineConfig, engine_config
 from stages.decoding.isolated import EngineProcess
@@ -142,7 +142,7 @@ def run(params: Params, output: Path, start: Start = EngineProcess) -> None:
     # Before any forward pass: a pair that does not belong together is not worth a proof.
     require_pair(checkpoint, identity)
     lock = OUTPUTS / "lock" / "report.json"
-    if read_json(lock)["verdict"] != "match":
+    if read_object(lock, "verdict")["verdict"] != "match":
         raise DraftlineError(f"{lock}: the pair does not match; run dvc repro lock")
     samples = read_split(OUTPUTS / "prepare", "evaluation")
     if not samples:

@@ -106,15 +106,22 @@ def open_states(manifest: Path, verifier: str, model: Path, tokens: Mapping[str,
         ArtifactError, EngineError, ServerError, StoreError: what is needed is missing, or cannot be reached.
     """
     if mode_of(manifest) == "offline":
-        yield open_dump(manifest, verifier)
+        dump = open_dump(manifest, verifier)
+        _require_made_for(tokens, manifest, dump.plan)
+        yield dump
         return
     planned, plan = read_stream_plan(manifest)
     if planned.verifier != verifier:
         raise ArtifactError(f"{manifest}: plan for verifier {planned.verifier[:12]}, the current one is {verifier[:12]}; {REDO}")
-    if plan.data != data_digest(tokens.items()):
-        raise ArtifactError(f"{manifest}: planned for other samples than outputs/prepare holds now; {REDO}")
+    _require_made_for(tokens, manifest, plan)
     with open_stream(planned, model, tokens, output) as stream:
         yield stream
+
+
+def _require_made_for(tokens: Mapping[str, list[int]], manifest: Path, plan: Plan) -> None:
+    """Samples of another data set would be skipped as unusable, until a training has seen none at all."""
+    if plan.data != data_digest(tokens.items()):
+        raise ArtifactError(f"{manifest}: made for other samples than outputs/prepare holds now; {REDO}")
 
 
 @contextmanager

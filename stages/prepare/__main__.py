@@ -9,7 +9,8 @@ of a row in between are a few numbers (`index`) and, on disk, its sample (`spool
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stages.artifacts import MANIFEST, file_table, write_json
@@ -47,27 +48,54 @@ def failure(settings: Settings, tally: Tally, pool: Workers) -> Callable[[str], 
     return fail
 
 
+@contextmanager
+def unchanged(files: list[Path]) -> Iterator[None]:
+    """Around several passes over the same files: whatever fails in it, a file that is another one now is why.
+
+    Raises:
+        PrepareError: which file.
+    """
+
+    def look(path: Path) -> str | None:
+        with suppress(OSError):
+            return signature(path)
+        return None
+
+    before = [look(path) for path in files]
+
+    def refuse_changed() -> None:
+        for path, known in zip(files, before, strict=True):
+            if (now := look(path)) != known:
+                what = "changed" if now else "was removed"
+                raise PrepareError(f"{path}: {what} while it was being read; run again when nothing writes to it") from None
+
+    try:
+        yield
+    except Exception:
+        refuse_changed()
+        raise
+    refuse_changed()
+
+
 def run(params: Params, output: Path) -> None:
     """The stage: see the module's text. Resumes from `output/work` and writes the splits and the manifest."""
     settings = params.prepare
     identity = read_identity()
     inputs = fingerprint(settings)
     files = Files.of(settings)
-    signatures = [signature(path) for path in files.all]
     limits = Limits.of(settings, params.engine)
     context = JobContext(revalidate(identity), identity.eos_token_ids, params.verifier.trust_remote_code, limits, settings.seed, settings.on_error)
     tally = Tally()
     with workers(context, process_count(files.size)) as pool, Spool(output.parent) as training, Spool(output.parent) as prompts:
         fail = failure(settings, tally, pool)
-        taken = read(files, settings, pool, tally)
-        if settings.regeneration.enabled:
-            made = with_the_verifiers(taken, params, identity, context, pool, tally, output / "work", fail)
-        else:
-            made = with_own_answers(taken, settings, limits, pool, tally, (training, prompts), fail)
-        if not made.supervised:
-            raise fail("no supervised token to train on")
-        if [signature(path) for path in files.all] != signatures:
-            raise PrepareError("prepare.inputs: a file changed while it was being read; run again when nothing writes to it")
+        with unchanged(files.all):
+            taken = read(files, settings, pool, tally)
+            if settings.regeneration.enabled:
+                made = with_the_verifiers(taken, params, identity, context, pool, tally, output / "work", fail)
+            else:
+                made = with_own_answers(taken, settings, limits, pool, tally, (training, prompts), fail)
+            if not made.supervised:
+                raise fail("no supervised token to train on")
         (output / MANIFEST).unlink(missing_ok=True)
         made.write(output)
         report = {**made.report, "template": next(iter(pool.in_order(template_name, [None]))), "rows": rows_summary(tally)}

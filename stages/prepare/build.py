@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from stages.artifacts import sha256_bytes
 from stages.dataset import TokenSample
 from stages.params import Engine as EngineParams
 from stages.params import Prepare
@@ -151,9 +152,10 @@ def from_verifier(
         for numbered in rows:
             dialogues.append((split, numbered, [Dialogue(numbered.row, number, split == "evaluation", longest, why) for number in range(further)]))
     answer_all([dialogue for _, _, group in dialogues for dialogue in group], verifier, chat)
+    names = {numbered.row.id for rows in splits.values() for numbered in rows}
     extra: Counter[str] = Counter()
     for split, numbered, group in dialogues:
-        kept = _usable_samples(numbered.row, group, limits, answered[split], extra)
+        kept = _usable_samples(numbered.row, group, limits, answered[split], extra, names)
         answered[split].samples.extend(kept)
         answered[split].rows.extend([numbered] * len(kept))
         if not kept:
@@ -161,7 +163,15 @@ def from_verifier(
     return answered, extra
 
 
-def _usable_samples(row: Row, group: list[Dialogue], limits: Limits, split: AnsweredSplit, extra: Counter[str]) -> list[Sample]:
+def _unused(name: str, names: set[str]) -> str:
+    """`name`, or one made of it that is not among `names`; then it is."""
+    while name in names:
+        name = f"{name}~{sha256_bytes(name.encode())[:12]}"
+    names.add(name)
+    return name
+
+
+def _usable_samples(row: Row, group: list[Dialogue], limits: Limits, split: AnsweredSplit, extra: Counter[str], names: set[str]) -> list[Sample]:
     kept: list[Sample] = []
     seen: set[bytes] = set()
     for dialogue in group:
@@ -174,7 +184,7 @@ def _usable_samples(row: Row, group: list[Dialogue], limits: Limits, split: Answ
             continue
         seen.add(tokens.ids.tobytes())
         truncated = sum(answer.finish_reason == "length" for _, answer in dialogue.turns)
-        name = row.id if dialogue.sample == 0 else f"{row.id}#{dialogue.sample}"
+        name = row.id if dialogue.sample == 0 else _unused(f"{row.id}#{dialogue.sample}", names)
         sample = Sample(name, row.kind, dialogue.answered, tokens, len(dialogue.turns) + (dialogue.prompt is not None), truncated)
         split.shortened += dialogue.shortened
         split.cut += not dialogue.open_end and len(tokens.ids) > limits.sample

@@ -50,7 +50,10 @@ ASKING = ("user", "tool", "function")
 
 
 UNUSUAL, HUGE = ("\\u", "NaN", "Infinity"), re.compile(r"[0-9](?:[eE]|[0-9]{299})")
-"""Without these a line that is JSON holds neither half a surrogate pair nor a number that is none."""
+"""Without these a text that is JSON holds neither half a surrogate pair nor a number that is none."""
+
+
+DEEPEST, TOO_DEEP = 100, "not JSON that can be read: nested too deeply"
 
 
 class BrokenLineError(PrepareError):
@@ -112,28 +115,44 @@ class Tally:
         self.examples = {**later.examples, **self.examples}
 
 
+def _deep(value: object) -> bool:
+    """Whether lists and objects are nested more than `DEEPEST` deep: digests and templates go through them by recursion."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return bool(level)
+
+
+def _strict(text: str) -> Any:
+    """A JSON value that can be written again as UTF-8; ValueError says why it is none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+        raise ValueError(TOO_DEEP)
+    if not any(word in text for word in UNUSUAL) and HUGE.search(text) is None:
+        return value
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
+    except ValueError:
+        raise ValueError("holds NaN or Infinity, which is no JSON") from None
+    return value
+
+
 def _parse(line: bytes) -> dict[str, Any]:
     """One line as a JSON object; ValueError says why not."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deeply") from None
+    record = _strict(text)
     if not isinstance(record, dict):
         raise ValueError(f"a row must be a JSON object, this is a {type(record).__name__}")
-    if not any(word in text for word in UNUSUAL) and HUGE.search(text) is None:
-        return record
-    try:
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is no character") from None
-    except ValueError:
-        raise ValueError("holds NaN or Infinity, which is no JSON") from None
     return record
 
 
@@ -179,7 +198,7 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                function["arguments"] = _strict(function["arguments"] or "{}")
             except ValueError:
                 raise DroppedRowError("tool call whose arguments are not JSON") from None
         out.append({**call, "function": function})

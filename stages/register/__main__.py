@@ -9,9 +9,8 @@ verifier, and have passed the gate. Writes `outputs/register/version.json`; depl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from stages.artifacts import digest_json, read_json, read_manifest, write_json
+from stages.artifacts import digest_json, read_json, read_manifest, read_object, write_json
 from stages.errors import ArtifactError, DraftlineError
 from stages.pairing.identity import VerifierIdentity, read_identity
 from stages.pairing.lock import LOCK_FILE, require_pair
@@ -42,14 +41,14 @@ def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
     subjects = {"verifier": identity.digest, "checkpoint": digest_json(manifest["files"])}
     for stage, wanted, names in EVIDENCE:
         path = outputs / stage / "report.json"
-        report = read_json(path)
+        report = read_object(path)
         if wanted is not None and report.get("verdict") != wanted:
             raise DraftlineError(f"{path}: verdict = {report.get('verdict')!r}: only a drafter with verdict {wanted!r} is registered")
         for name in names:
             found = str(report.get(name))
             if found != subjects[name]:
                 raise ArtifactError(f"{path}: {name} = {found[:12]}, the current one is {subjects[name][:12]}; run dvc repro")
-    evaluation: dict[str, Any] = read_json(outputs / "evaluate" / "report.json")
+    evaluation = read_object(outputs / "evaluate" / "report.json", "acceptance_length", "per_position")
     return Candidate(
         directory=checkpoint,
         files=manifest["files"],
@@ -57,7 +56,7 @@ def read_candidate(outputs: Path, identity: VerifierIdentity) -> Candidate:
         lock=read_json(checkpoint / LOCK_FILE),
         gate="pass",
         acceptance={**evaluation["acceptance_length"], "per_position": evaluation["per_position"]},
-        data=digest_json(read_json(outputs / "prepare" / "manifest.json")["files"]),
+        data=digest_json(read_object(outputs / "prepare" / "manifest.json", "files")["files"]),
         costs=evaluation.get("costs"),
     )
 

@@ -11,12 +11,15 @@ import shutil
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from stages.artifacts import digest_json, read_json, staged_directory, write_json, write_manifest
 from stages.dataset import TokenSample, read_split
 from stages.drafters.algorithms import ALGORITHMS, Target
 from stages.drafters.calibration import CALIBRATION_FILE
 from stages.errors import DraftlineError
+from stages.hidden_states.format import data_digest
+from stages.hidden_states.shards import open_dump
 from stages.hidden_states.source import States, mode_of, open_states
 from stages.pairing.frozen import load_frozen
 from stages.pairing.identity import VerifierIdentity, read_identity
@@ -25,9 +28,9 @@ from stages.params import Params
 from stages.process import OUTPUTS, stage_main
 from stages.train.acceleration import require_possible
 from stages.train.calibrate import calibrate
-from stages.train.data import TrainingSet, choose_draft_vocabulary
+from stages.train.data import TrainingSet, choose_draft_vocabulary, trainable
 from stages.train.launch import launch
-from stages.train.loop import check, set_threads, train
+from stages.train.loop import check, require_finite_metrics, set_threads, train
 from stages.train.objectives import OBJECTIVES
 from stages.train.precision import product_dtype
 from stages.train.ranks import Ranks, joined, launched, leads, require_started_as_set
@@ -45,6 +48,13 @@ def check_mask_token(samples: list[TokenSample], mask_token_id: int) -> None:
         raise DraftlineError(
             f"params.yaml: drafter.mask_token_id = {mask_token_id}: occurs in {found} of {len(samples)} training samples; choose one that never does"
         )
+
+
+def unfinished(work: Path) -> list[str]:
+    """Checkpoint folders beside `work`, where that has no checkpoint itself."""
+    if work.is_dir() or not work.parent.is_dir():
+        return []
+    return sorted(entry.name for entry in work.parent.iterdir() if entry.is_dir())
 
 
 def round_parameters(drafter: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -68,6 +78,8 @@ def run(params: Params, output: Path) -> None:
             f"params.yaml: train.ranks = {ranks}: with extraction.mode = {mode!r} one process reads the stream; set train.ranks 1, or extraction.mode offline"
         )
     if ranks > 1 and not launched():
+        # Once: what it remembers spares each rank the reading of the whole dump.
+        open_dump(OUTPUTS / "extract" / "manifest.json", read_identity().digest)
         launch(ranks)
         return
     with joined(params.train) as joint:
@@ -106,7 +118,7 @@ def train_on(
     config = algorithm.configure(params.drafter, target)
     assert algorithm.create is not None
     dtype = product_dtype(params.train.precision)
-    threads = set_threads(params.train.threads)
+    set_threads(params.train.threads)
     frozen = load_frozen(directory, dtype)
     if algorithm.masks:
         check_mask_token(samples, config.mask_token_id)
@@ -114,6 +126,12 @@ def train_on(
     # A drafter that taps no layer gets the states of the first one, and does not look at them.
     tapped = config.layer_ids or target.layer_ids[:1]
     first = OBJECTIVES[config.algorithm].first_anchor
+    if not trainable(samples, states, first):
+        raise DraftlineError("outputs/extract: no sample of split train has hidden states and a supervised token; look at outputs/prepare/report.md")
+    if held_out and not trainable(held_out, states, first):
+        if ranks.leader:
+            tqdm.write("train: no sample of split validation has hidden states and a supervised token: going on without validation and calibration")
+        held_out = []
     data = TrainingSet(samples, states, frozen, draft_ids, dtype, tapped, first, ranks.device)
     validation = TrainingSet(held_out, states, frozen, draft_ids, dtype, tapped, first, ranks.device) if held_out else None
     torch.manual_seed(params.train.seed)
@@ -125,11 +143,14 @@ def train_on(
         "drafter": config.model_dump(),
         "train": settings,
         "plan": states.plan.to_json(),
-        "threads": threads,
+        # The plan's digest is of ids and tokens of both splits together: not of where one ends, nor of what is supervised.
+        "samples": data_digest((sample.id, sample.loss_mask) for sample in samples),
         "products": str(dtype),
         "torch": torch.__version__,
     }
     work = output / "work" / digest_json(depends)[:16]
+    if ranks.leader and (others := unfinished(work)):
+        tqdm.write(f"train: begins at step 0; unfinished trainings with other settings stay in {work.parent}: {', '.join(others)}; remove what is not needed")
     knobs = {"drafter": params.drafter.model_dump(), "train": params.train.model_dump()}
     if not ranks.leader:
         train(drafter, data, validation, params.train, work, lambda metrics, step: None, ranks)
@@ -139,6 +160,7 @@ def train_on(
         # The finished weights are the rounded ones: metrics and everything after this stage speak of the same numbers.
         round_parameters(drafter, FINAL_DTYPES[params.drafter.dtype])
         metrics = check(drafter, validation, params.train) if validation is not None else {}
+        require_finite_metrics(metrics, params.train)
         calibration = calibrate(drafter, validation, params.train) if validation is not None else None
         if calibration is not None:
             metrics |= {f"survival_error_{mode}": max((row["ece_after"] for row in entry.held_out), default=0.0) for mode, entry in calibration.modes.items()}
@@ -147,7 +169,7 @@ def train_on(
         algorithm.save_trained(staged, drafter, FINAL_DTYPES[params.drafter.dtype])
         if calibration is not None:
             write_json(staged / CALIBRATION_FILE, calibration.model_dump(mode="json"))
-        write_manifest(staged, identity.digest, {"draft_tokens": config.draft_tokens, "training_samples": len(data)})
+        write_manifest(staged, identity.digest, {"draft_tokens": config.draft_tokens, "training_samples": data.usable})
     write_json(output / "metrics.json", metrics)
     shutil.rmtree(work)
 

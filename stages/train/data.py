@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from stages.dataset import TokenSample
 from stages.drafters.model import Blocks, make_segments
-from stages.errors import DraftlineError
 from stages.hidden_states.format import UnusableSampleError
 from stages.hidden_states.source import States
 from stages.pairing.frozen import FrozenVerifier
@@ -48,6 +47,17 @@ LOG_Z_TOKENS = 1 << 26
 """Log-normalisers that are kept, tokens: 256 MiB. Those of further samples are made anew each time."""
 
 
+def _supervised(sample: TokenSample, first_anchor: int) -> int:
+    """How many positions of a sample can be anchors."""
+    return sum(sample.loss_mask[1 + first_anchor :])
+
+
+def trainable(samples: Iterable[TokenSample], states: States, first_anchor: int) -> bool:
+    """Whether any of `samples` has hidden states and an anchor."""
+    present = set(states.ids)
+    return any(sample.id in present and _supervised(sample, first_anchor) > 0 for sample in samples)
+
+
 @dataclass
 class TrainingSet:
     """One split joined with its hidden states.
@@ -72,12 +82,9 @@ class TrainingSet:
     log_z_tokens: int = 0
 
     def __post_init__(self) -> None:
-        present = set(self.states.ids)
-        candidates = [sum(sample.loss_mask[1 + self.first_anchor :]) for sample in self.samples]
+        candidates = [_supervised(sample, self.first_anchor) for sample in self.samples]
         self.samples = [sample for sample, count in zip(self.samples, candidates, strict=True) if count]
         self.candidates = [count for count in candidates if count]
-        if not any(sample.id in present for sample in self.samples):
-            raise DraftlineError("outputs/extract: no sample of this split has hidden states and a supervised token; run dvc repro extract")
         extracted = list(self.states.plan.layer_ids[:-1]) if self.layer_ids is not None else []
         self.columns = None if self.layer_ids in (None, extracted) else [extracted.index(layer) for layer in self.layer_ids or []]
         vocab_size = len(self.frozen.embedding)
@@ -90,6 +97,12 @@ class TrainingSet:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def usable(self) -> int:
+        """Samples that have hidden states, too."""
+        present = set(self.states.ids)
+        return sum(sample.id in present for sample in self.samples)
 
     def cost(self, index: int, anchors: int, draft_tokens: int) -> float:
         """About how much a sample takes to train on, in tokens of context."""
@@ -184,7 +197,7 @@ def make_batch(data: TrainingSet, indices: list[int], anchors_per_sequence: int,
         last = int(anchors[-1])
         sequences.append(tokens)
         tapped = hidden[:last, :-1] if data.columns is None else hidden[:last, data.columns]
-        contexts.append(tapped.reshape(last, -1).to(data.dtype))
+        contexts.append(tapped.flatten(1).to(data.dtype))
         context_positions.append(torch.arange(last))
         lengths.append(last)
         all_anchors.append(anchors)

@@ -70,6 +70,9 @@ def train_as_rank() -> None:
     tqdm.set_lock(RLock())
     try:
         run(cast(Params, StageParams(read_params(), "train")), OUTPUTS / "train")
+    except KeyboardInterrupt:
+        # Ctrl-C reaches all processes of a terminal; the launching one says so.
+        raise SystemExit(128 + signal.SIGINT) from None
     except DraftlineError as error:
         raise DraftlineError(str(error)) from None
     except Exception as error:

@@ -60,11 +60,10 @@ def learning_rate(step: int, params: Train) -> float:
     return params.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def set_threads(threads: int | None) -> int:
-    """Fix the number of threads, so that sums have one order; the ranks of a node share its cores. Returns the number of one rank alone."""
+def set_threads(threads: int | None) -> None:
+    """Fix the number of threads, so that sums have one order; the ranks of a node share its cores."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return threads or cores
 
 
 def require_finite(made: list[Progress], params: Train, drafter: TrainedDrafter | None = None) -> None:
@@ -77,7 +76,22 @@ def require_finite(made: list[Progress], params: Train, drafter: TrainedDrafter 
     if what is None and drafter is not None and not all(bool(local(parameter).isfinite().all()) for parameter in drafter.parameters()):
         what = f"weights are not finite after step {made[-1].step + 1}"
     if what is not None:
-        raise DraftlineError(f"params.yaml: train.learning_rate = {params.learning_rate}: training diverged, {what}; lower it")
+        raise _diverged(what, params)
+
+
+def require_finite_metrics(metrics: dict[str, float], params: Train) -> None:
+    """Stop where the last step has made finite weights that nothing can be computed with.
+
+    Raises:
+        DraftlineError: a metric of the trained drafter is not finite.
+    """
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise _diverged(f"{name} of the validation is {value}", params)
+
+
+def _diverged(what: str, params: Train) -> DraftlineError:
+    return DraftlineError(f"params.yaml: train.learning_rate = {params.learning_rate:g}: training diverged, {what}; lower it")
 
 
 def reading_order(
@@ -138,7 +152,7 @@ def train(
     step_module = shared(Step(trained, lambda model, batch: objective(model, data.head, batch, params.loss, dtype).loss), ranks)
     optimizers = make_optimizers(trained, params)
     work.mkdir(parents=True, exist_ok=True)
-    start = state.restore(work, trained, optimizers)
+    start = state.restore(work, trained, optimizers, ranks)
     read = [[index for part in parts for index in part] for parts in order]
     expect(data.states, reading_order(data, validation, params, read, start, has_confidence(drafter)))
 
@@ -198,6 +212,9 @@ def train(
             state.save(work, done, trained, optimizers, ranks.leader)
         kept = f"the checkpoint of step {done} is kept, run again to go on from there" if done else "no step is made yet, run again to begin"
         raise StreamError(f"{error}; {kept}") from error
+    # Of all runs that went on from each other: a restored optimizer has a state as well.
+    if not any(optimizer.state for optimizer in optimizers):
+        raise DraftlineError("outputs/extract: no sample of the steps had usable hidden states, nothing was trained; run dvc repro extract")
     gather(trained, drafter)
     drafter.eval()
     return made

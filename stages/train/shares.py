@@ -6,6 +6,7 @@ A function of the samples alone, so that each rank finds its own share without a
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 SLOT_COST = 4
@@ -25,11 +26,11 @@ def divided(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def share(costs: Sequence[float], items: Sequence[int], rank: int, ranks: int, accumulation: int) -> list[list[int]]:
-    """Those of `items` that `rank` takes, in `accumulation` parts, some of them empty where there are few.
+    """Those of `items` that `rank` takes, in at most `accumulation` parts: as many for all ranks, of which none is empty on all.
 
     What the ranks do at the same time costs about the same: they wait for each other after each part.
     """
-    parts = divided(costs, ranks * accumulation)
+    parts = divided(costs, ranks * min(accumulation, math.ceil(len(items) / ranks)))
     rows = [parts[first : first + ranks] for first in range(0, len(parts), ranks)]
     # There and back, or rank 0 had the most expensive part of each row.
     own = [row[rank if number % 2 == 0 else ranks - 1 - rank] for number, row in enumerate(rows)]

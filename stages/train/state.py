@@ -6,16 +6,23 @@ They hold whole tensors, however many ranks the training has: it goes on with an
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from stages.artifacts import atomic_path
+from stages.train.ranks import ALONE, Ranks
 from stages.train.shards import divided_like, whole
 
 KEEP = 2
 NAME = re.compile(r"step-(\d{8})\.pt")
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}.pt"
 
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -42,18 +49,51 @@ def save(directory: Path, step: int, model: torch.nn.Module, optimizers: list[to
     if not write:
         return
     # Given a path, torch.save writes itself and does not say why it could not (a full disk).
-    with atomic_path(directory / f"step-{step:08d}.pt") as temporary, temporary.open("wb") as stream:
+    with atomic_path(_path(directory, step)) as temporary, temporary.open("wb") as stream:
         torch.save(state, stream)
     for _, path in _checkpoints(directory)[:-KEEP]:
         path.unlink()
 
 
-def restore(directory: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Load the newest state; returns the number of finished steps, 0 without one."""
-    found = _checkpoints(directory)
-    if not found:
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint. A zip file with a checksum of each tensor, at which torch does not look when it loads."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            return f"the checksum of {broken} is another"
+        torch.load(path, weights_only=True, mmap=True)
+    except Exception as error:  # damaged bytes make zipfile and torch raise nearly anything
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
+
+
+def _newest_whole(directory: Path) -> int:
+    """Finished steps of the newest checkpoint that is whole, 0 without one; newer ones are renamed."""
+    damaged = 0
+    for step, path in reversed(_checkpoints(directory)):
+        if (damage := _damage(path)) is None:
+            if damaged:
+                tqdm.write(f"train: going on from step {step}")
+            return step
+        aside = path.with_suffix(".damaged")
+        path.replace(aside)
+        damaged += 1
+        tqdm.write(f"train: {path}: checkpoint is damaged ({damage}), renamed to {aside.name}")
+    if damaged:
+        tqdm.write("train: beginning anew, there is no other checkpoint")
+    return 0
+
+
+def restore(directory: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], ranks: Ranks = ALONE) -> int:
+    """Load the newest state that is whole; returns the number of finished steps, 0 without one. Collective.
+
+    The leader chooses, and puts those that are damaged out of the way: they would outlive the ones that are written next.
+    """
+    (step,) = map(int, ranks.sums(_newest_whole(directory) if ranks.leader else 0))
+    if not step:
         return 0
-    state: dict[str, Any] = torch.load(found[-1][1], weights_only=True)
+    state: dict[str, Any] = torch.load(_path(directory, step), weights_only=True)
     present = model.state_dict()
     model.load_state_dict({name: divided_like(tensor, present[name]) for name, tensor in state["model"].items()})
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -63,4 +103,4 @@ def restore(directory: Path, model: torch.nn.Module, optimizers: list[torch.opti
             # The number of steps is a scalar, the same for all ranks.
             moments.update({name: divided_like(value, like) for name, value in moments.items() if value.shape == like.shape})
         optimizer.load_state_dict(saved)
-    return int(state["step"])
+    return step

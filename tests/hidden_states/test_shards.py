@@ -307,6 +307,7 @@ def row(index: int, **changed: Any) -> Callable[[dict[str, Any]], Any]:
         (lambda content: [content], "list there, an object wanted"),
         (lambda content: None, "NoneType there, an object wanted"),
         (without("format"), "format None, this version reads 1"),
+        (lambda content: content | {"format": 7}, "format 7, this version reads 1"),
         *((without(key), f"{key}: Field required") for key in ("verifier", "plan", "directory", "shards")),
         (lambda content: content | {"verifier": 3}, "verifier = 3: "),
         (lambda content: content | {"plan": without("layer_ids")(content["plan"])}, "plan.layer_ids: Field required"),

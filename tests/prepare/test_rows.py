@@ -91,6 +91,8 @@ def test_regeneration_keeps_what_the_verifier_cannot_say(tmp_path: Path) -> None
         (b'{"prompt": "Hi", "score": 1e999}', "NaN"),
         (b'{"prompt": "Hi", "score": ' + b"9" * 400 + b".0}", "NaN"),
         (b'{"prompt": "Hi", "x": ' + b"[" * 100_000, "not JSON"),
+        (b'{"prompt": "Hi", "x": ' + b"[" * 988 + b"]" * 988 + b"}", "nested too deeply"),
+        (b'{"prompt": "Hi", "x": ' + b'{"y":' * 101 + b"1" + b"}" * 101 + b"}", "nested too deeply"),
         ('{"prompt": "Hi"}'.encode("utf-16"), "not UTF-8"),
     ],
 )
@@ -181,7 +183,13 @@ def test_shared_unicode_file_round_trips() -> None:
         ([{"role": "user", "content": " \n"}, ANSWER], "empty user turn"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER], "content part that is not text"),
         ([USER, {"role": "assistant", "content": "", "tool_calls": ["f"]}], "tool call that is not a function's"),
-        ([USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "tool call whose arguments are not JSON"),
+        *(
+            (
+                [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}],
+                "tool call whose arguments are not JSON",
+            )
+            for text in ("{", '{"x": NaN}', '{"x": 1e999}', '{"x": "\\ud800"}', "[" * 988 + "]" * 988, "[" * 100_000)
+        ),
     ],
 )
 def test_an_unusable_conversation_is_counted_under_its_reason(tmp_path: Path, messages: list[dict[str, Any]], reason: str) -> None:

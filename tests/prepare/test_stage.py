@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stages.artifacts import read_manifest, sha256_file
 from stages.dataset import SPLITS, read_split
 from stages.pairing.identity import read_identity
 from stages.params import read_params
+from stages.prepare import __main__ as stage
 from stages.prepare.inputs import fingerprint
 from stages.prepare.lines import PrepareError
 from tests.paths import REPOSITORY, shared
@@ -225,6 +227,34 @@ def test_a_failed_run_leaves_what_was_there(tiny_verifier: Path) -> None:
     with pytest.raises(PrepareError):
         prepare()
     assert {path: sha256_file(path) for path in OUTPUT.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("at", ["read", "with_own_answers"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: path.unlink(), "a.jsonl: was removed"),
+        (lambda path: path.write_bytes(path.read_bytes()[:200]), "a.jsonl: changed"),
+        (lambda path: path.write_bytes(b"{"), "a.jsonl: changed"),
+        (lambda path: path.write_bytes(path.read_bytes() + b'{"prompt": "Hi"}'), "a.jsonl: changed"),
+    ],
+)
+def test_a_file_that_becomes_another_between_two_passes_is_named_as_the_cause(
+    change: Callable[[Path], object], says: str, at: str, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong then: a line that is torn, a row too few."""
+    make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(6)]})
+    original = getattr(stage, at)
+
+    def changes(*arguments: Any) -> Any:
+        change(Path("a.jsonl"))
+        return original(*arguments)
+
+    monkeypatch.setattr(stage, at, changes)
+    with pytest.raises(PrepareError) as refused:
+        prepare()
+    assert str(refused.value) == f"{says} while it was being read; run again when nothing writes to it"
+    assert not (OUTPUT / "manifest.json").exists()
 
 
 def test_one_edited_byte_of_an_input_changes_what_prepare_depends_on(tiny_verifier: Path) -> None:

@@ -126,6 +126,12 @@ class Process:
         # As a terminal would show it: progress bars move the cursor.
         return status, re.sub(r"\x1b\[A|\r", "\n", self.log.read_text(encoding="utf-8"))
 
+    def interrupt(self) -> None:
+        """Ctrl-C: a terminal tells all of its processes."""
+        parent = psutil.Process(self.process.pid)
+        for process in (*parent.children(recursive=True), parent):
+            process.send_signal(signal.SIGINT)
+
     def __enter__(self) -> Process:
         return self
 

@@ -20,10 +20,11 @@ import torch
 from stages.drafters.draft import greedy_drafts
 from stages.drafters.model import Drafter
 from stages.errors import DraftlineError
+from stages.hidden_states.format import UnusableSampleError
 from stages.hidden_states.stream import StreamError
 from stages.params import Train
 from stages.train import loop, state
-from stages.train.data import TrainingSet, choose_draft_vocabulary, sample_order
+from stages.train.data import TrainingSet, choose_draft_vocabulary, make_batch, sample_order
 from stages.train.precision import product_dtype
 from tests.drafters.shapes import config, name_of
 from tests.train.material import LAYER_IDS, make_material
@@ -175,6 +176,71 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_previous_one(tmp_path: 
     model = torch.nn.Linear(600, 600)
     optimizer = torch.optim.AdamW(model.parameters())
     assert state.restore(tmp_path, model, [optimizer]) >= 3
+
+
+def spoil(path: Path, damage: str) -> None:
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    if damage == "flipped":
+        content[middle] ^= 4
+    elif damage == "zeroed":
+        content[:] = bytes(len(content))
+    elif damage == "cut":
+        del content[middle:]
+    elif damage == "empty":
+        content.clear()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "zeroed", "cut", "empty"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong bit loads as readily as a right one; and what cannot be loaded must not bar the way to what can."""
+    model = torch.nn.Linear(60, 60)
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected = {}
+    for step in (5, 10):
+        model(torch.ones(1, 60)).sum().backward()
+        optimizer.step()
+        state.save(tmp_path, step, model, [optimizer])
+        expected[step] = model.weight.detach().clone()
+
+    spoil(tmp_path / "step-00000010.pt", damage)
+    model = torch.nn.Linear(60, 60)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert state.restore(tmp_path, model, [optimizer]) == 5
+    assert torch.equal(model.weight, expected[5])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"train: {tmp_path}/step-00000010.pt: checkpoint is damaged (")
+    assert said[1:] == ["train: going on from step 5"]
+
+    spoil(tmp_path / "step-00000005.pt", damage)
+    assert state.restore(tmp_path, model, [optimizer]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "train: beginning anew, there is no other checkpoint"
+    state.save(tmp_path, 3, model, [optimizer])
+    assert state.restore(tmp_path, model, [optimizer]) == 3, "those that were damaged do not outlive it"
+
+
+def test_a_training_that_made_no_step_is_none(tiny_verifier: Path, tmp_path: Path) -> None:
+    """Its weights, written, would pass for a drafter that is merely bad."""
+    drafter, data = build(tiny_verifier, 3)
+
+    def refuses(sample: str, expected: list[int] | None = None) -> Any:
+        raise UnusableSampleError(sample)
+
+    data.states.read = refuses  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(DraftlineError, match="no sample of the steps had usable hidden states, nothing was trained"):
+            loop.train(drafter, data, None, settings(), tmp_path, quiet)
+
+
+def test_an_anchor_at_the_very_start_has_an_empty_context(tiny_verifier: Path) -> None:
+    """Of a conversation that the assistant opens with a single token."""
+    _, data = build(tiny_verifier, 2)
+    data.samples[0].loss_mask[:] = [0, 1] + [0] * (len(data.samples[0].input_ids) - 2)
+    batch = make_batch(data, [0], 6, 7, 4.0, ("key",))
+    assert batch is not None
+    assert batch.blocks.anchor_positions.tolist() == [0]
+    assert len(batch.blocks.context) == 0
 
 
 def test_each_epoch_uses_every_sample_once() -> None:

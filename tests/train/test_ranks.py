@@ -120,7 +120,9 @@ costs = st.lists(st.integers(1, 1000), max_size=30)
 def test_every_sample_of_a_step_is_in_one_share(values: list[int], ranks: int, accumulation: int) -> None:
     items = [100 + place for place in range(len(values))]
     shares = [share(values, items, rank, ranks, accumulation) for rank in range(ranks)]
-    assert all(len(parts) == accumulation for parts in shares)
+    assert len({len(parts) for parts in shares}) == 1, "ranks wait for each other after each part"
+    assert len(shares[0]) <= accumulation
+    assert all(any(row) for row in zip(*shares, strict=True)), "no part is empty on all ranks"
     assert sorted(item for parts in shares for part in parts for item in part) == items
 
 
@@ -286,6 +288,10 @@ def test_torchrun_with_another_number_of_ranks_is_refused(workspace: Path, monke
         ({"parallel": "ddp2"}, "'none', 'ddp' or 'fsdp2'"),
         ({"accumulation": 0}, "greater than or equal to 1"),
         ({"attention": "dense"}, "'auto', 'sdpa' or 'flex'"),
+        ({"threads": 100_000}, "less than or equal to 4096"),
+        ({"loss": {"tv": 0, "ce": 0.0}}, "ce = 0 and tv = 0: nothing would teach the drafter what to draft"),
+        ({"loss": {"ce": 1e30}}, "less than or equal to 10000"),
+        ({"weight_decay": 1e6}, "weight_decay = 1e\\+06 with learning_rate = 0.0006: a step would take away all of each weight"),
     ],
 )
 def test_bad_values_are_refused(changes: dict[str, Any], says: str) -> None:

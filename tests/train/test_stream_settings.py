@@ -64,7 +64,7 @@ def test_a_plan_for_other_samples_is_refused(planned: Path, tmp_path: Path) -> N
     """A checkpoint and a cache are found by the plan: after a new `prepare` alone they would be those of other data."""
     verifier = read_stream_plan(planned)[0].verifier
     with (
-        pytest.raises(ArtifactError, match=r"manifest\.json: planned for other samples than outputs/prepare holds now"),
+        pytest.raises(ArtifactError, match=r"manifest\.json: made for other samples than outputs/prepare holds now"),
         open_states(planned, verifier, tmp_path, {"a": [1, 2]}, tmp_path / "train"),
     ):
         pass
