@@ -9,22 +9,20 @@ of a row in between are a few numbers (`index`) and, on disk, its sample (`spool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from stages.artifacts import MANIFEST, file_table, write_json
 from stages.dataset import SPLITS
 from stages.pairing.identity import read_identity
-from stages.pairing.signatures import signature
 from stages.pairing.store import revalidate
 from stages.params import Params
 from stages.params import Prepare as Settings
 from stages.prepare.build import Limits
-from stages.prepare.inputs import fingerprint
+from stages.prepare.inputs import fingerprint, unchanged
 from stages.prepare.jobs import JobContext, template_name
 from stages.prepare.lines import PrepareError
-from stages.prepare.made import with_own_answers, with_the_verifiers
+from stages.prepare.made import rows_to_answer, with_own_answers, with_the_verifiers
 from stages.prepare.read import Files, read
 from stages.prepare.report import describe, rows_summary
 from stages.prepare.rows import Tally
@@ -48,54 +46,28 @@ def failure(settings: Settings, tally: Tally, pool: Workers) -> Callable[[str], 
     return fail
 
 
-@contextmanager
-def unchanged(files: list[Path]) -> Iterator[None]:
-    """Around several passes over the same files: whatever fails in it, a file that is another one now is why.
-
-    Raises:
-        PrepareError: which file.
-    """
-
-    def look(path: Path) -> str | None:
-        with suppress(OSError):
-            return signature(path)
-        return None
-
-    before = [look(path) for path in files]
-
-    def refuse_changed() -> None:
-        for path, known in zip(files, before, strict=True):
-            if (now := look(path)) != known:
-                what = "changed" if now else "was removed"
-                raise PrepareError(f"{path}: {what} while it was being read; run again when nothing writes to it") from None
-
-    try:
-        yield
-    except Exception:
-        refuse_changed()
-        raise
-    refuse_changed()
-
-
 def run(params: Params, output: Path) -> None:
     """The stage: see the module's text. Resumes from `output/work` and writes the splits and the manifest."""
     settings = params.prepare
     identity = read_identity()
-    inputs = fingerprint(settings)
     files = Files.of(settings)
+    processes = process_count(files.size)
     limits = Limits.of(settings, params.engine)
     context = JobContext(revalidate(identity), identity.eos_token_ids, params.verifier.trust_remote_code, limits, settings.seed, settings.on_error)
     tally = Tally()
-    with workers(context, process_count(files.size)) as pool, Spool(output.parent) as training, Spool(output.parent) as prompts:
+    with workers(context, processes) as pool, Spool(output.parent) as training, Spool(output.parent) as prompts:
         fail = failure(settings, tally, pool)
         with unchanged(files.all):
+            inputs = fingerprint(settings)
             taken = read(files, settings, pool, tally)
             if settings.regeneration.enabled:
-                made = with_the_verifiers(taken, params, identity, context, pool, tally, output / "work", fail)
+                rows = rows_to_answer(taken, settings, limits, pool, tally, fail)
             else:
                 made = with_own_answers(taken, settings, limits, pool, tally, (training, prompts), fail)
-            if not made.supervised:
-                raise fail("no supervised token to train on")
+        if settings.regeneration.enabled:
+            made = with_the_verifiers(rows, taken.kinds, params, identity, context, tally, output / "work")
+        if not made.supervised:
+            raise fail("no supervised token to train on")
         (output / MANIFEST).unlink(missing_ok=True)
         made.write(output)
         report = {**made.report, "template": next(iter(pool.in_order(template_name, [None]))), "rows": rows_summary(tally)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from stages.artifacts import sha256_bytes
@@ -145,6 +145,8 @@ def from_verifier(
     A row is dropped, under the reason of its first answer, if none of its answers can be used.
     """
     answered = {split: AnsweredSplit() for split in splits}
+    # Rows that turn out to be dropped count too: what a sample is called does not depend on other rows' answers.
+    taken = {numbered.row.id for rows in splits.values() for numbered in rows if "#" in numbered.row.id}
     dialogues: list[tuple[str, NumberedRow, list[Dialogue]]] = []
     for split, rows in splits.items():
         further = settings.regeneration.samples_per_prompt if split == "train" else 1
@@ -152,10 +154,9 @@ def from_verifier(
         for numbered in rows:
             dialogues.append((split, numbered, [Dialogue(numbered.row, number, split == "evaluation", longest, why) for number in range(further)]))
     answer_all([dialogue for _, _, group in dialogues for dialogue in group], verifier, chat)
-    names = {numbered.row.id for rows in splits.values() for numbered in rows}
     extra: Counter[str] = Counter()
     for split, numbered, group in dialogues:
-        kept = _usable_samples(numbered.row, group, limits, answered[split], extra, names)
+        kept = _usable_samples(numbered.row, group, limits, taken, answered[split], extra)
         answered[split].samples.extend(kept)
         answered[split].rows.extend([numbered] * len(kept))
         if not kept:
@@ -163,15 +164,20 @@ def from_verifier(
     return answered, extra
 
 
-def _unused(name: str, names: set[str]) -> str:
-    """`name`, or one made of it that is not among `names`; then it is."""
-    while name in names:
+def further_id(row: Row, number: int, taken: Set[str]) -> str:
+    """What the `number`-th further answer to a row is called.
+
+    Args:
+        taken: the ids of all rows, those without `#` may be left out. No other row's further answers get the same: what
+            stands before the last `#`, and the number behind it, are kept.
+    """
+    name = f"{row.id}#{number}"
+    while name in taken:
         name = f"{name}~{sha256_bytes(name.encode())[:12]}"
-    names.add(name)
     return name
 
 
-def _usable_samples(row: Row, group: list[Dialogue], limits: Limits, split: AnsweredSplit, extra: Counter[str], names: set[str]) -> list[Sample]:
+def _usable_samples(row: Row, group: list[Dialogue], limits: Limits, taken: Set[str], split: AnsweredSplit, extra: Counter[str]) -> list[Sample]:
     kept: list[Sample] = []
     seen: set[bytes] = set()
     for dialogue in group:
@@ -184,7 +190,7 @@ def _usable_samples(row: Row, group: list[Dialogue], limits: Limits, split: Answ
             continue
         seen.add(tokens.ids.tobytes())
         truncated = sum(answer.finish_reason == "length" for _, answer in dialogue.turns)
-        name = row.id if dialogue.sample == 0 else _unused(f"{row.id}#{dialogue.sample}", names)
+        name = row.id if dialogue.sample == 0 else further_id(row, dialogue.sample, taken)
         sample = Sample(name, row.kind, dialogue.answered, tokens, len(dialogue.turns) + (dialogue.prompt is not None), truncated)
         split.shortened += dialogue.shortened
         split.cut += not dialogue.open_end and len(tokens.ids) > limits.sample

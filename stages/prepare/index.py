@@ -137,24 +137,20 @@ def first_of_each(keys: NDArray[np.generic]) -> Flags:
 
 
 def renamed(ids: NDArray[np.generic], new_ids: NDArray[np.generic]) -> Flags:
-    """Rows whose id an earlier row has, by itself or because it was renamed to it."""
+    """Rows whose id an earlier row has, and those, wherever they stand, whose id another row was renamed to."""
     found = ~first_of_each(ids)
-    ahead = np.flatnonzero(found)
-    while len(ahead):
+    ahead = found
+    while ahead.any():
         # Only a file that spells another row's new id makes this go round twice.
-        earliest: dict[object, int] = {}
-        for number in ahead.tolist():
-            earliest.setdefault(new_ids[number], number)
-        met = np.flatnonzero(np.isin(ids, new_ids[ahead]) & ~found)
-        ahead = np.array([number for number in met.tolist() if earliest[ids[number]] < number], dtype=np.int64)
-        found[ahead] = True
+        ahead = np.isin(ids, new_ids[ahead]) & ~found
+        found |= ahead
     return found
 
 
 def distinct(held_out: tuple[NDArray[np.void], int], rows: tuple[NDArray[np.void], int], tally: Tally) -> tuple[Index, Index]:
     """The first row of each content, of the evaluation files and of the others; the others ask nothing that those ask.
 
-    Every id is unique: a row whose id an earlier, different one has is renamed.
+    Every id is unique: see `renamed`.
     """
     held, others = held_out[0], rows[0]
     first_held = first_of_each(held["content"])

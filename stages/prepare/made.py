@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,16 +97,25 @@ def with_own_answers(inputs: Inputs, settings: Settings, limits: Limits, workers
     return DataSet({"splits": report}, report["train"]["supervised_tokens"], write)
 
 
-def with_the_verifiers(
-    inputs: Inputs, params: Params, identity: VerifierIdentity, context: JobContext, workers: Workers, tally: Tally, work: Path, fail: Fail
-) -> DataSet:
-    """The data set with the verifier's answers. Its rows are held in memory: asking takes far longer than they are large."""
-    settings, engine = params.prepare, params.engine
-    index = checked(inputs.rows, context.limits, workers, tally)
-    held_out = _held_out(inputs, context.limits, workers, tally)
+def rows_to_answer(inputs: Inputs, settings: Settings, limits: Limits, workers: Workers, tally: Tally, fail: Fail) -> dict[str, list[NumberedRow]]:
+    """The rows of each split, for the verifier. They are held in memory: asking takes far longer than they are large."""
+    index = checked(inputs.rows, limits, workers, tally)
+    held_out = _held_out(inputs, limits, workers, tally)
     splits = split_rows(index, settings, fail)
     rows = {split: _numbered(inputs.rows, index.at(splits == place)) for place, split in enumerate(SPLITS)}
     rows["evaluation"] += _numbered(inputs.held_out, held_out)
+    return rows
+
+
+def with_the_verifiers(
+    rows: Mapping[str, list[NumberedRow]], kinds: list[str], params: Params, identity: VerifierIdentity, context: JobContext, tally: Tally, work: Path
+) -> DataSet:
+    """The data set with the verifier's answers. No input file is read any more: it takes hours, and they may change meanwhile.
+
+    Args:
+        kinds: names, by number.
+    """
+    settings, engine = params.prepare, params.engine
     regeneration = settings.regeneration.model_dump(exclude={"enabled", "samples_per_prompt"})
     plan = {"verifier": identity.digest, "template": identity.chat_template, "engine_dtype": engine.dtype, "regeneration": regeneration}
     config = answering_engine(context.directory, engine, params.verifier.trust_remote_code)
@@ -122,7 +131,7 @@ def with_the_verifiers(
         for split in SPLITS:
             write_split(output, split, (sample.token_sample() for sample in done[split].samples))
 
-    report = {split: _summary(done[split], inputs.kinds) for split in SPLITS}
+    report = {split: _summary(done[split], kinds) for split in SPLITS}
     further = {name: count for name, count in sorted(extra.items()) if count}
     return DataSet({"splits": report, "further_answers": further}, report["train"]["supervised_tokens"], write)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -52,8 +53,9 @@ ASKING = ("user", "tool", "function")
 UNUSUAL, HUGE = ("\\u", "NaN", "Infinity"), re.compile(r"[0-9](?:[eE]|[0-9]{299})")
 """Without these a text that is JSON holds neither half a surrogate pair nor a number that is none."""
 
-
-DEEPEST, TOO_DEEP = 100, "not JSON that can be read: nested too deeply"
+DEEPEST = 200
+"""Levels of lists and objects in one another. Far below what ends Python's stack: what was read once can be written, digested and read anywhere."""
+TOO_DEEP = f"not JSON that can be read: nested deeper than {DEEPEST} levels"
 
 
 class BrokenLineError(PrepareError):
@@ -115,23 +117,17 @@ class Tally:
         self.examples = {**later.examples, **self.examples}
 
 
-def _deep(value: object) -> bool:
-    """Whether lists and objects are nested more than `DEEPEST` deep: digests and templates go through them by recursion."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return bool(level)
-
-
 def _strict(text: str) -> Any:
-    """A JSON value that can be written again as UTF-8; ValueError says why it is none."""
+    """JSON that any later step, and any other parser, can be given; ValueError says why not (JSONDecodeError: no JSON at all)."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise ValueError(f"holds a whole number of more than {sys.get_int_max_str_digits()} digits") from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
+    if text.count("[") + text.count("{") > DEEPEST and _too_deep(value):
         raise ValueError(TOO_DEEP)
     if not any(word in text for word in UNUSUAL) and HUGE.search(text) is None:
         return value
@@ -144,13 +140,21 @@ def _strict(text: str) -> Any:
     return value
 
 
+def _too_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [child for each in level if isinstance(each, (list, dict)) for child in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, (list, dict)) for each in level)
+
+
 def _parse(line: bytes) -> dict[str, Any]:
     """One line as a JSON object; ValueError says why not."""
     try:
-        text = line.decode("utf-8")
+        record = _strict(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    record = _strict(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
     if not isinstance(record, dict):
         raise ValueError(f"a row must be a JSON object, this is a {type(record).__name__}")
     return record
@@ -199,8 +203,10 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
         if isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = _strict(function["arguments"] or "{}")
-            except ValueError:
+            except json.JSONDecodeError:
                 raise DroppedRowError("tool call whose arguments are not JSON") from None
+            except ValueError as error:
+                raise DroppedRowError(f"arguments of a tool call: {error}") from None
         out.append({**call, "function": function})
     return out
 

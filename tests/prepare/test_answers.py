@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.decoding.engine import EngineConfig
-from stages.params import Regeneration
+from stages.params import Prepare, Regeneration
 from stages.prepare.answers import Answer, Dialogue, Journal, Verifier
+from stages.prepare.build import Limits, NumberedRow, from_verifier, further_id
 from stages.prepare.chat import Chat
-from stages.prepare.rows import TO_ANSWER, Message, Row
+from stages.prepare.rows import TO_ANSWER, Message, Row, Tally
 from tests.prepare.templates import THINKING, chat_with
 from tests.tiny import CHATML
 
@@ -192,3 +193,33 @@ def test_an_answer_without_words_drops_the_row(chat: Chat) -> None:
         dialogue.add(dialogue.next_prompt(chat) or [], Answer(ids, "stop"), chat)
         assert dialogue.dropped == "empty assistant turn"
         assert dialogue.next_prompt(chat) is None
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_further_answer_is_never_called_as_a_row_is(chat: Chat, tmp_path: Path, backwards: bool) -> None:
+    """A file may hold `x#1` beside `x`, in whichever split and order: hidden states are found by a sample's id."""
+    plain = ["x", "x#1", "x#2", "x#1#2", "y"]
+    clash = further_id(row_called("x"), 1, {"x#1"})
+    names = [*plain, clash]
+    rows = [NumberedRow(row_called(name), number, 0) for number, name in enumerate(names)]
+    splits = {"train": [rows[0], rows[1], rows[3], rows[4]], "validation": [rows[2]], "evaluation": [rows[5]]}
+    if backwards:
+        splits = {split: found[::-1] for split, found in reversed(splits.items())}
+    settings = Prepare(inputs=["a.jsonl"], max_seq_len=200, regeneration=Regeneration(samples_per_prompt=3))
+    with Journal(tmp_path, PLAN) as journal:
+        verifier = Verifier(journal, EngineConfig("dir", "float32", 64, 4, 1 << 20), settings.regeneration)
+        for name in names:
+            for number in range(3):
+                journal.add(verifier.request(chat.prompt_ids([user(f"Who is {name}?")]), number).id, words(chat, f"answer {number}"))
+        done, extra = from_verifier(splits, settings, chat, verifier, Limits(200, 200), Tally())
+    found = {sample.id: sample.messages[0]["content"] for split in done.values() for sample in split.samples}
+    assert len(found) == sum(len(split.samples) for split in done.values()) == 4 * 3 + 1 + 1
+    assert extra["kept"] == 4 * 2
+    assert found.keys() >= {*names, "y#1", "y#2", "x#1#1"}, "a row keeps its id, and so does an answer that meets no row"
+    again = further_id(row_called("x"), 1, {"x#1", clash})
+    assert again.startswith(f"{clash}~")
+    assert found[again] == found["x"] == "Who is x?"
+
+
+def row_called(name: str) -> Row:
+    return Row(name, "k", [user(f"Who is {name}?"), TO_ANSWER], None, "file:1", 0)

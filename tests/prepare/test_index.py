@@ -84,6 +84,14 @@ def test_ids_become_unique_and_the_first_keeps_its_own(drawn: list[tuple[int, in
     assert len(taken) == len(rows)
 
 
+def test_a_row_that_spells_the_new_id_of_a_later_one_is_renamed_itself() -> None:
+    later = row("b", id="x")
+    rows = [row("c", id=new_id(later)), row("a", id="x"), later]
+    assert len({new_id(rows[0]), "x", new_id(later)}) == 3
+    _, kept, _ = indexed(rows)
+    assert kept.renamed.tolist() == [True, False, True]
+
+
 def sized(files: dict[int, dict[str, int]]) -> tuple[Index, list[str]]:
     rows = [row(f"{file} {kind} {number}", kind=kind, file=file) for file, kinds in files.items() for kind, size in kinds.items() for number in range(size)]
     _, index, kinds = indexed(rows)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from stages.artifacts import read_manifest, sha256_file
 from stages.dataset import SPLITS, read_split
 from stages.pairing.identity import read_identity
+from stages.pairing.signatures import DigestCache, Job
 from stages.params import read_params
 from stages.prepare import __main__ as stage
 from stages.prepare.inputs import fingerprint
@@ -229,32 +230,67 @@ def test_a_failed_run_leaves_what_was_there(tiny_verifier: Path) -> None:
     assert {path: sha256_file(path) for path in OUTPUT.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("at", ["read", "with_own_answers"])
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda path: path.unlink(), "a.jsonl: was removed"),
-        (lambda path: path.write_bytes(path.read_bytes()[:200]), "a.jsonl: changed"),
-        (lambda path: path.write_bytes(b"{"), "a.jsonl: changed"),
-        (lambda path: path.write_bytes(path.read_bytes() + b'{"prompt": "Hi"}'), "a.jsonl: changed"),
-    ],
-)
-def test_a_file_that_becomes_another_between_two_passes_is_named_as_the_cause(
-    change: Callable[[Path], object], says: str, at: str, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def other_rows(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"[]\n" * 30))
+
+
+def more_rows(path: Path) -> None:
+    path.write_bytes(path.read_bytes() * 2)
+
+
+@pytest.mark.parametrize("regenerate", [False, True])
+@pytest.mark.parametrize("step", ["fingerprint", "read"])
+@pytest.mark.parametrize("happens", [Path.unlink, emptied, cut_in_half, other_rows, more_rows])
+def test_an_input_that_changes_meanwhile_is_the_one_that_is_blamed(
+    tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], None], step: str, regenerate: bool
 ) -> None:
-    """Whatever goes wrong then: a line that is torn, a row too few."""
-    make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(6)]})
-    original = getattr(stage, at)
+    """Before the first pass over the files and after it; no pass may take what it then trips over for the cause."""
+    rows = "".join(json.dumps(chat(number)) + "\n" for number in range(30)).encode()
+    path = Path("b.jsonl.gz")
+    make_project(tiny_verifier, {"a.jsonl": [chat(99)], path.name: gzip.compress(rows)}, on_error="skip", regeneration={"enabled": regenerate})
+    original = getattr(stage, step)
+    monkeypatch.setattr(stage, "with_the_verifiers", lambda *arguments: pytest.fail("the verifier is asked before the rows are known to be sound"))
 
-    def changes(*arguments: Any) -> Any:
-        change(Path("a.jsonl"))
-        return original(*arguments)
+    def meanwhile(*arguments: Any) -> Any:
+        result = original(*arguments)
+        happens(path)
+        return result
 
-    monkeypatch.setattr(stage, at, changes)
-    with pytest.raises(PrepareError) as refused:
+    monkeypatch.setattr(stage, step, meanwhile)
+    with pytest.raises(PrepareError) as error:
         prepare()
-    assert str(refused.value) == f"{says} while it was being read; run again when nothing writes to it"
-    assert not (OUTPUT / "manifest.json").exists()
+    what = "was removed" if happens is Path.unlink else "changed"
+    assert str(error.value).startswith(f"{path}: {what} while prepare was reading it; "), str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(OUTPUT.glob("*/samples.parquet"))
+
+
+def test_an_input_that_vanishes_while_it_is_digested_is_named(tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_project(tiny_verifier, {"a.jsonl": [chat(1)], "b.jsonl": [chat(2)]})
+    settings = read_params().prepare
+
+    def digests(cache: DigestCache, jobs: Sequence[Job]) -> list[str]:
+        Path("b.jsonl").unlink(missing_ok=True)
+        return [""] * len(jobs)
+
+    monkeypatch.setattr(DigestCache, "digests", digests)
+    with pytest.raises(PrepareError, match=r"^b\.jsonl: was removed while prepare was reading it; put it back and run again$"):
+        fingerprint(settings)
+
+
+def test_a_failure_beside_unchanged_inputs_stays_what_it_is(tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_project(tiny_verifier, {"a.jsonl": [chat(number) for number in range(6)]})
+    monkeypatch.setattr(stage, "read", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare()
 
 
 def test_one_edited_byte_of_an_input_changes_what_prepare_depends_on(tiny_verifier: Path) -> None:
